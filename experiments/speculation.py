@@ -14,7 +14,8 @@ seconds   CPU time of the step's sampling without drafts and with them
 """
 
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 from statistics import mean
 from time import process_time
 
@@ -27,10 +28,11 @@ import train
 from advantage import advantage
 from collect import Sampler, Selection, choose
 from learner import Learner
-from leaves.drafts.join import DraftHistory
+from leaves.drafts.join import DraftDecoding, DraftHistory, Offered
 from leaves.preflight.checks import pack_in_order
 from metrics import Clock
 from records import Group, PromptDraw, Rolled
+from rollout import Decoding
 from update import update
 
 
@@ -46,14 +48,14 @@ def accepted_by_ratio(learner: Learner, drafts: list[Group]) -> float:
     return total
 
 
-def sample_twice(sampler: Sampler, draws: list[PromptDraw], drafts_first: bool) -> tuple[list[Group], dict]:
+def sample_twice(sampler: Sampler, draws: list[PromptDraw], with_drafts: Callable, drafts_first: bool,
+                 ) -> tuple[list[Group], dict]:
     """Sample a step without and with drafts; return its groups, and what they cost."""
-    plain = [replace(draw, drafts=()) for draw in draws]
     seconds, found = {}, {}
-    for arm in (draws, plain) if drafts_first else (plain, draws):
-        name = "with" if arm is draws else "without"
+    for name in ("with", "without") if drafts_first else ("without", "with"):
+        sampler.engine.decoding = with_drafts if name == "with" else Decoding
         start = process_time()
-        found[name] = [s for group in sampler.rollout(arm) for s in group.samples]
+        found[name] = [s for group in sampler.rollout(draws) for s in group.samples]
         seconds[f"seconds {name}"] = process_time() - start
     same = [a.ids == b.ids for a, b in zip(found["with"], found["without"], strict=True)]
     tokens = sum(s.length for s in found["with"])
@@ -68,14 +70,15 @@ def run(steps: int, slots: int) -> list[dict]:
     """Train, and measure every step in which all prompts have drafts."""
     cfg = config.load(RECIPE, [f"steps={steps}", f"rollout.slots={slots}", "data.eval=null"])
     learner, sampler, plain = prepare(cfg, train.load_task(cfg))
-    history = DraftHistory(plain)
+    offered: Offered = {}
+    history, with_drafts = DraftHistory(plain, offered), partial(DraftDecoding, offered)
     newest: dict[str, Group] = {}
     lines = []
     for step in range(steps):
         sampler.engine.sync(learner.policy)
         draws = history.draw(cfg.rollout.prompts_per_step)
-        groups, measured = sample_twice(sampler, draws, drafts_first=step % 2 == 0)
-        if all(draw.drafts for draw in draws):
+        groups, measured = sample_twice(sampler, draws, with_drafts, drafts_first=step % 2 == 0)
+        if all(offered.values()):
             by_ratio = accepted_by_ratio(learner, [newest[draw.prompt.id] for draw in draws])
             measured["by ratio"] = min(1.0, by_ratio / measured["tokens"])
             lines.append({"epoch": 1 + draws[-1].epoch} | measured)

@@ -195,12 +195,13 @@ def toy_config(out: Path, *overrides: str, name: str = "cppo_toy.yaml") -> confi
 
 def parts_of(cfg: config.Config, folder: Path = TOY, prompts: Iterable[Prompt] = ()) -> train.Parts:
     """What a run by this config is made of, on the model in the folder, before its first step."""
-    task = data.Task(folder, data.Tokenizer(folder), prompts=list(prompts))
-    given = leaves.through("weights", cfg, Weights())
-    learner, engine = train.load_models(resolve_auto(cfg, folder), task, given)
-    sampler = train.Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
+    task, decided = data.Task(folder, data.Tokenizer(folder), prompts=list(prompts)), resolve_auto(cfg, folder)
+    given = leaves.through("weights", decided, Weights())
+    learner, engine = train.load_models(decided, task, given)
+    sampler = train.Sampler(engine, task.tokenizer, decided.rollout, cfg.reward, cfg.seed)
     history = train.PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, middle=0.5)
-    return leaves.through("parts", cfg, train.Parts(cfg, task, given, learner, engine, sampler, history, first=0))
+    plain = train.Parts(decided, task, given, learner, engine, sampler, history, first=0)
+    return leaves.through("parts", decided, plain)
 
 
 def needed(section: type) -> dict:

@@ -99,7 +99,7 @@ def test_an_engine_that_never_sleeps_is_never_told_to(sleeps, recorded):
     engine = recorded(sleeps=sleeps)
     assert engine.llm.given["enable_sleep_mode"] == sleeps
     engine.device = torch.device("cpu")
-    policy = train.lora.load_policy(str(TOY), TOY, torch.float32)
+    policy = Weights().policy(str(TOY), TOY, torch.float32)
     engine.sync(policy)
     assert not engine.asleep
     engine.sleep()
@@ -113,7 +113,7 @@ def test_an_engine_that_never_sleeps_is_never_told_to(sleeps, recorded):
 
 def test_the_most_memory_in_use_is_seen_before_each_sleep_and_each_sync(recorded, monkeypatch):
     """Between the two the device gives the engine's memory up, which torch does not know."""
-    engine, policy = recorded(sleeps=True), train.lora.load_policy(str(TOY), TOY, torch.float32)
+    engine, policy = recorded(sleeps=True), Weights().policy(str(TOY), TOY, torch.float32)
     free = iter([30, 12, 41])  # GiB: before a sync, after a rollout, after an update
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free) * GIB, 80 * GIB))
     monkeypatch.setattr(dist, "gather_full", lambda tensor, device, dtype: tensor)
@@ -140,7 +140,7 @@ def test_the_engine_sleeps_before_the_export_and_the_run_is_finished_after_it(tm
     """The export gathers weights in float32, after the last evaluation."""
     seen = []
     monkeypatch.setattr(train, "start_engine", noting(train.start_engine, seen))
-    monkeypatch.setattr(train.lora, "export_both", lambda *given: seen.append(
+    monkeypatch.setattr(Weights, "export", lambda *given: seen.append(
         f"export, {runfolder.state_of(tmp_path / 'run')['state']}"))
     train.train(toy_config(tmp_path / "run", "steps=1", "eval.every=0"))
     assert seen[-2:] == ["sleep", "export, running"] and seen.count("sync") == 2
@@ -195,7 +195,7 @@ def test_every_published_config_asks_vllm_for_this(name, recorded):
     assert given["max_num_seqs"] == spec.slots <= cfg.rollout.slots
     assert given["enable_sleep_mode"] == spec.sleeps
     new = max(cfg.rollout.max_new_tokens, cfg.eval.max_new_tokens)
-    assert given["max_model_len"] == (cfg.environment.max_context or cfg.data.max_prompt_tokens + new)
+    assert given["max_model_len"] == (cfg.own_longest or cfg.data.max_prompt_tokens + new)
     known = ALWAYS.keys() | {"model", "max_num_seqs", "max_model_len", "tensor_parallel_size", "kv_cache_memory_bytes",
                              "enable_sleep_mode", "disable_custom_all_reduce", "compilation_config"}
     assert given.keys() <= known

@@ -4,14 +4,24 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import as_batch, as_rolled, attend_alone, gradients, load, make_groups, nudge, toy_config
+from conftest import (
+    as_batch,
+    as_rolled,
+    attend_alone,
+    gradients,
+    load,
+    make_groups,
+    nudge,
+    parts_of,
+    toy_config,
+)
+from test_objectives import critic_of
 
-import data
 import train
 from infra import dist, runfolder
-from infra.choices import resolve_auto
 from learner import Learner
 from leaves.critic import join as critic
+from leaves.windows.join import Piece
 from metrics import Clock
 from prune import keep_all
 from records import PromptDraw, Rolled, Row
@@ -23,7 +33,7 @@ REWARD_NG = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.5, 0.0]], dtype=tor
 def set_up(folder, out, *settings: str):
     cfg = toy_config(out, f"model.path={folder}", "steps=50", "rollout.group_size=4", "rollout.prompts_per_step=2",
                      "critic.minibatches=1", *settings, name="vapo_toy.yaml")
-    return train.load_models(resolve_auto(cfg, folder), data.Task(folder, data.Tokenizer(folder), [], [], []))[0]
+    return parts_of(cfg, folder).learner
 
 
 def rolled_out() -> Rolled:
@@ -31,35 +41,41 @@ def rolled_out() -> Rolled:
 
 
 def fit(learner: Learner, rolled: Rolled, step: int = 0) -> dict[str, float]:
-    return critic.fit_values(learner, rolled, step, Clock())
+    return critic.fit_values(critic_of(learner), learner, rolled, step, Clock())
 
 
-def row_of(learner: Learner, rolled: Rolled) -> Row:
-    minibatch, = critic.split_minibatches(learner, rolled, 0)
+def split(learner: Learner, rolled: Rolled, step: int = 0) -> list:
+    return critic.split_minibatches(critic_of(learner), learner, rolled, step)
+
+
+def row_of(learner: Learner, rolled: Rolled) -> tuple[Row, torch.Tensor]:
+    """The one row, and the rewards of its completions."""
+    minibatch, = split(learner, rolled)
     row, = learner.rows(minibatch)
-    return row
+    return row, critic.rewards_of(minibatch, row)
 
 
 def test_a_new_critic_says_the_middle_of_the_rewards_everywhere(tiny, tmp_path):
     learner = set_up(tiny, tmp_path / "run", "reward.accuracy=2", "reward.overlong=1", "reward.overlong_tokens=8")
-    row = row_of(learner, rolled_out())
-    value_C, after_S = learner.critic.values(learner, row)
+    (row, _), of_critic = row_of(learner, rolled_out()), critic_of(learner)
+    value_C, after_S = of_critic.values(learner, row)
     assert (value_C == 0.5).all() and (after_S == 0.5).all()  # of [-1, 2]
-    nudge(learner.critic.model, 5.0)
-    value_C, _ = learner.critic.values(learner, row)
+    nudge(of_critic.model, 5.0)
+    value_C, _ = of_critic.values(learner, row)
     assert value_C.min() < -1.5 or value_C.max() > 2.5
 
 
 def test_the_values_head_is_not_rounded_where_the_backbone_computes_in_halves(tiny, tmp_path):
     """1 + 2^-12 is no bfloat16."""
     learner = set_up(tiny, tmp_path / "run", "model.dtype=bfloat16")
-    head = learner.critic.model.value
+    of_critic = critic_of(learner)
+    head = of_critic.model.value
     with torch.no_grad():
         head.weight.fill_(1 + 2**-12)
-    learner.critic.model.middle = 0.0
+    of_critic.model.middle = 0.0
     seen = []
     head.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
-    value_C = torch.cat(learner.critic.values(learner, row_of(learner, rolled_out())))
+    value_C = torch.cat(of_critic.values(learner, row_of(learner, rolled_out())[0]))
     assert value_C.dtype == seen[0].dtype == torch.float32
     expected = seen[0].double().sum(dim=1) * (1 + 2**-12)
     torch.testing.assert_close(value_C.double(), expected, rtol=1e-5, atol=1e-5)
@@ -69,9 +85,10 @@ def test_the_values_head_is_not_rounded_where_the_backbone_computes_in_halves(ti
 def test_a_value_sees_what_stands_before_its_token_and_nothing_else(tiny, tmp_path):
     """Changing a token changes no value up to and with its own state; the packed row says what each says alone."""
     learner, rolled = set_up(tiny, tmp_path / "run"), rolled_out()
-    nudge(learner.critic.model, 0.3)
-    row = row_of(learner, rolled)
-    value_C, after_S = learner.critic.values(learner, row)
+    of_critic = critic_of(learner)
+    nudge(of_critic.model, 0.3)
+    row, _ = row_of(learner, rolled)
+    value_C, after_S = of_critic.values(learner, row)
     at = 0
     for segment in range(8):
         here = (row.segment_C == segment).nonzero()[:, 0]
@@ -79,11 +96,11 @@ def test_a_value_sees_what_stands_before_its_token_and_nothing_else(tiny, tmp_pa
         ids = torch.tensor([*group.prompt.ids, *group.samples[segment % 4].ids])
         first = len(ids) - len(here)
         assert first == len(group.prompt.ids)
-        alone = learner.critic.model(ids, torch.arange(len(ids)), attend_alone, torch.arange(first - 1, len(ids)))
+        alone = of_critic.model(ids, torch.arange(len(ids)), attend_alone, torch.arange(first - 1, len(ids)))
         torch.testing.assert_close(torch.cat([value_C[here], after_S[segment][None]]), alone)
         changed = ids.clone()
         changed[-1] = (ids[-1] + 1) % 400
-        other = learner.critic.model(changed, torch.arange(len(ids)), attend_alone, torch.arange(first - 1, len(ids)))
+        other = of_critic.model(changed, torch.arange(len(ids)), attend_alone, torch.arange(first - 1, len(ids)))
         torch.testing.assert_close(other[:-1], alone[:-1], rtol=0, atol=0)
         assert other[-1] != alone[-1]
         at += len(here)
@@ -93,23 +110,24 @@ def test_a_value_sees_what_stands_before_its_token_and_nothing_else(tiny, tmp_pa
 def test_it_learns_from_all_that_is_done_whatever_the_policy_is_trained_on(tiny, tmp_path):
     """Half the mean squared error over the tokens, by autograd; its explained variance by hand; all, not the pruned."""
     learner, rolled = set_up(tiny, tmp_path / "run"), rolled_out()
-    nudge(learner.critic.model, 0.3)
-    row = row_of(learner, rolled)
-    target_C = row.reward_S[row.segment_C]
-    value_C, _ = learner.critic.values(learner, row)
+    of_critic = critic_of(learner)
+    nudge(of_critic.model, 0.3)
+    row, reward_S = row_of(learner, rolled)
+    target_C = reward_S[row.segment_C]
+    value_C, _ = of_critic.values(learner, row)
     expected = 0.5 * (value_C - target_C).square().mean()
     expected.backward()
-    grads = gradients(learner.critic.model)
-    learner.critic.model.zero_grad()
+    grads = gradients(of_critic.model)
+    of_critic.model.zero_grad()
     norm = torch.cat([g.flatten() for g in grads.values()]).norm().item()
     error_C = (target_C - value_C).detach()
     explained = 1 - (error_C.var(correction=0) / target_C.var(correction=0)).item()
-    before = {name: dist.gather_full(p).clone() for name, p in learner.critic.model.named_parameters()}
+    before = {name: dist.gather_full(p).clone() for name, p in of_critic.model.named_parameters()}
     measured = fit(learner, rolled)
     assert measured == pytest.approx({"critic/tokens": 39, "critic/lr": 3e-4, "critic/loss": expected.item(),
                                       "critic/grad_norm": norm, "critic/value": value_C.mean().item(),
                                       "critic/explained_variance": explained})
-    assert any((dist.gather_full(p) != before[name]).any() for name, p in learner.critic.model.named_parameters())
+    assert any((dist.gather_full(p) != before[name]).any() for name, p in of_critic.model.named_parameters())
     policy = load(tiny, torch.float64)
     for mine, theirs in zip(learner.policy.parameters(), policy.parameters(), strict=True):
         assert torch.equal(dist.gather_full(mine), theirs)
@@ -127,7 +145,7 @@ def test_it_comes_to_explain_the_rewards(settings, tiny, tmp_path):
 def ended(rolled: Rolled, *which: bool) -> Rolled:
     """The same with completions that go on where `which` is false."""
     flags = iter(which)
-    groups = [replace(group, samples=tuple(replace(s, finished=f, pending=not f) for s, f in zip(
+    groups = [replace(group, samples=tuple(Piece(replace(s, finished=f), pending=not f) for s, f in zip(
         group.samples, flags, strict=False))) for group in rolled.groups]
     return replace(rolled, groups=groups)
 
@@ -136,43 +154,43 @@ def test_minibatches_share_out_what_has_ended(tiny, tmp_path):
     learner = set_up(tiny, tmp_path / "run", "critic.minibatches=3")
     rolled = ended(rolled_out(), True, True, False, True, True, False, True, True)
     done_NG = torch.tensor([[True, True, False, True], [True, False, True, True]])
-    split = [minibatch.keep_NG for minibatch in critic.split_minibatches(learner, rolled, 0)]
-    assert torch.equal(sum(keep_NG.int() for keep_NG in split), done_NG.int())
-    assert [int(keep_NG.sum()) for keep_NG in split] == [2, 2, 2]
-    other = [minibatch.keep_NG for minibatch in critic.split_minibatches(learner, rolled, 1)]
-    assert any(not torch.equal(a, b) for a, b in zip(split, other, strict=True))
-    assert len(critic.split_minibatches(learner, ended(rolled, True, *[False] * 7), 0)) == 1
+    one, other = ([minibatch.keep_NG for minibatch in split(learner, rolled, step)] for step in (0, 1))
+    assert torch.equal(sum(keep_NG.int() for keep_NG in one), done_NG.int())
+    assert [int(keep_NG.sum()) for keep_NG in one] == [2, 2, 2]
+    assert any(not torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert len(split(learner, ended(rolled_out(), True, *[False] * 7))) == 1
 
 
 def test_targets_are_lambda_returns(tiny, tmp_path):
     learner = set_up(tiny, tmp_path / "run", "advantage.lam_critic=0.7")
-    nudge(learner.critic.model, 0.3)
-    row = row_of(learner, rolled_out())
-    value_C, target_C = learner.critic.values(learner, row)[0].detach(), critic.critic_target(learner, row)
-    for segment, reward in enumerate(row.reward_S.tolist()):
+    of_critic = critic_of(learner)
+    nudge(of_critic.model, 0.3)
+    row, reward_S = row_of(learner, rolled_out())
+    value_C = of_critic.values(learner, row)[0].detach()
+    target_C = critic.critic_target(of_critic, learner, row, reward_S)
+    for segment, reward in enumerate(reward_S.tolist()):
         value_T, target_T = (x[row.segment_C == segment] for x in (value_C, target_C))
         later = reward
         for t in reversed(range(len(value_T))):  # G_t = lam G_{t+1} + (1 - lam) V(s_{t+1}), the reward behind the last
             after = value_T[t + 1].item() if t + 1 < len(value_T) else reward
             later = 0.7 * later + 0.3 * after
             assert target_T[t].item() == pytest.approx(later)
-    settings = replace(learner.critic.advantage, lam_critic=1.0)
-    one = replace(learner, critic=replace(learner.critic, advantage=settings))
-    assert torch.equal(critic.critic_target(one, row), row.reward_S[row.segment_C])
+    one = replace(of_critic, advantage=replace(of_critic.advantage, lam_critic=1.0))
+    assert torch.equal(critic.critic_target(one, learner, row, reward_S), reward_S[row.segment_C])
 
 
 @pytest.mark.parametrize("settings", [[], ["advantage.lam_critic=0.7"]])
 def test_a_prompt_that_makes_up_for_skipped_ones_counts_as_often(settings, tiny, tmp_path):
     """A weight of 3 is as if the group were there three times; the skipped turn has none. A mean over tokens, still."""
     learner, (one, two) = set_up(tiny, tmp_path / "run", *settings), make_groups(LENGTHS, PROMPTS)
-    nudge(learner.critic.model, 0.3)
+    of_critic = critic_of(learner)
+    nudge(of_critic.model, 0.3)
 
     def gradient(rolled: Rolled) -> list[torch.Tensor]:
-        minibatch, = critic.split_minibatches(learner, rolled, 0)
-        learner.critic.model.zero_grad()
-        for row in learner.rows(minibatch):
-            critic.add_value_gradient(learner, row, critic.critic_target(learner, row))
-        return list(gradients(learner.critic.model).values())
+        of_critic.model.zero_grad()
+        row, reward_S = row_of(learner, rolled)
+        critic.add_value_gradient(of_critic, learner, row, critic.critic_target(of_critic, learner, row, reward_S))
+        return list(gradients(of_critic.model).values())
 
     plain, thrice_NG = rolled_out(), REWARD_NG[[0, 0, 0, 1]]
     skipped = PromptDraw(replace(one.prompt, id="q2"), 0, prob=0.5, weight=0.0)
@@ -206,14 +224,13 @@ def test_pretraining_leaves_the_policy(tmp_path):
     assert "train/loss" not in lines[0] and "critic/loss" in lines[0]
 
 
-def test_short_responses_are_warned_of(tiny, tmp_path):
+def test_short_responses_are_warned_of():
     groups = make_groups([[30, 9], [5, 2]], PROMPTS)
     batch = as_batch(groups, REWARD_NG[:, :2], keep_all(REWARD_NG[:, :2]))
     for alpha, told in ((0.05, True), (1.0, False)):
-        learner = set_up(tiny, tmp_path / "run", f"advantage.alpha={alpha}")
-        warning = critic.warn_too_short(batch, learner)
+        warning = critic.warn_too_short(alpha, 1, batch)
         assert ("advantage.alpha=0.05 gives 3 of 4 responses" in warning) == told
-    assert critic.warn_too_short(batch, replace(learner, critic=None)) == ""
+    assert critic.warn_too_short(None, 1, batch) == ""
 
 
 def test_the_value_loss_is_half_the_weighted_squared_error():

@@ -5,7 +5,7 @@ import random
 import sys
 from collections import Counter
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -17,9 +17,9 @@ import rollout
 import train
 from infra import runfolder
 from infra.choices import resolve_auto
-from leaves.drafts.join import DraftHistory
+from leaves.drafts.join import DraftDecoding, Drafted, DraftHistory, Tree
 from records import Prompt, Request, Sample, Stops
-from rollout import Asked, TorchEngine, Tree
+from rollout import TorchEngine
 from settings.loader import ConfigError
 
 PROMPTS = [Prompt(str(i), tuple(random.Random(i).choices(range(3, 400), k=1 + 4 * i)), "") for i in range(5)]
@@ -34,9 +34,14 @@ def engine_on(**settings) -> TorchEngine:
     return engine
 
 
-def asked(drafts_of=lambda i: (), first: int = 0, copies: int = 4) -> list[Request]:
-    return [Request(prompt, first + 100 * i + g, 20, drafts=drafts_of(i)) for i, prompt in enumerate(PROMPTS)
-            for g in range(copies)]
+def asked(first: int = 0, copies: int = 4) -> list[Request]:
+    return [Request(prompt, first + 100 * i + g, 20) for i, prompt in enumerate(PROMPTS) for g in range(copies)]
+
+
+def offering(engine: TorchEngine, drafts_of) -> TorchEngine:
+    """The engine with these drafts of the i-th prompt."""
+    engine.decoding = partial(DraftDecoding, {prompt.ids: drafts_of(i) for i, prompt in enumerate(PROMPTS)})
+    return engine
 
 
 def made_up(samples, kind: str):
@@ -54,7 +59,7 @@ def made_up(samples, kind: str):
 
 @cache
 def without_drafts(first: int) -> list[Sample]:
-    return engine_on().generate(asked(first=first), 1.0)
+    return engine_on().generate(asked(first), 1.0)
 
 
 @pytest.mark.parametrize("first", [0, 7])  # the same seeds, or others, as those of the drafts
@@ -62,11 +67,11 @@ def without_drafts(first: int) -> list[Sample]:
                                               "longer", "one token", "noise"], "the same", "cut anywhere", "longer"))
 def test_drafts_change_no_token(kind, first):
     plain = without_drafts(first)
-    found = engine_on().generate(asked(made_up(without_drafts(0), kind), first), 1.0)
+    found = offering(engine_on(), made_up(without_drafts(0), kind)).generate(asked(first), 1.0)
     assert [(list(s.ids), s.finished) for s in found] == [(list(s.ids), s.finished) for s in plain]
     for mine, other in zip(found, plain, strict=True):
         assert list(mine.logp) == pytest.approx(list(other.logp), abs=1e-10)
-        assert 0 <= mine.drafted <= mine.length and other.drafted == 0
+        assert 0 <= mine.drafted <= mine.length
     if kind == "the same" and first == 0:
         assert all(s.drafted == s.length for s in found)
 
@@ -81,8 +86,8 @@ def test_so_they_do_with_other_ways_to_sample_and_stop_texts(settings, slots):
     stops = replace(train.data.Tokenizer(TOY, stop=texts).stops)
     assert isinstance(stops, Stops)
     engine = engine_on(slots=slots, stops=stops)
-    drafts, plain = engine.generate(asked(), **sampling), engine.generate(asked(first=5), **sampling)
-    found = engine.generate(asked(made_up(drafts, "cut anywhere"), 5), **sampling)
+    drafts, plain = engine.generate(asked(), **sampling), engine.generate(asked(5), **sampling)
+    found = offering(engine, made_up(drafts, "cut anywhere")).generate(asked(5), **sampling)
     assert [(list(s.ids), s.finished) for s in found] == [(list(s.ids), s.finished) for s in plain]
     assert sum(s.drafted for s in found) >= len(found)
 
@@ -94,7 +99,7 @@ def test_what_is_drafted_needs_no_decoding_step(monkeypatch):
     drafts = engine.generate(asked(), 1.0)
     assert len(steps) == max(s.length for s in drafts)
     steps.clear()
-    engine.generate(asked(made_up(drafts, "the same")), 1.0)
+    offering(engine, made_up(drafts, "the same")).generate(asked(), 1.0)
     assert not steps
 
 
@@ -105,9 +110,8 @@ def test_given_drafts_the_law_is_the_policys():
     likely = firsts.topk(3).indices.tolist()
     pairs = {(a, b): float(firsts[a] * exact(policy, (*prompt, a))[b])
              for a in likely for b in exact(policy, (*prompt, a)).topk(2).indices.tolist()}
-    engine = engine_on(slots=256, eos=frozenset())
-    drafts = tuple((*pair, 5) for pair in pairs)
-    samples = engine.generate([Request(PROMPTS[2], seed, 2, drafts=drafts) for seed in range(4000)], FLAT)
+    engine = offering(engine_on(slots=256, eos=frozenset()), lambda i: tuple((*pair, 5) for pair in pairs))
+    samples = engine.generate([Request(PROMPTS[2], seed, 2) for seed in range(4000)], FLAT)
     seen = Counter(tuple(s.ids) for s in samples)
     began = Counter(s.ids[0] for s in samples)
     observed, expected = [], []
@@ -143,7 +147,7 @@ def test_a_tree_holds_what_drafts_have_in_common_once():
     """1 2 3, 1 2 4 5, 1 2 and 6 7 behind the prompt 8 9: read are 1, 2, 4 and 6, as behind a last token nothing is
     drawn."""
     tree, ids, positions = Tree(), [8, 9], [0, 1]
-    branches = tree.grow(Asked(0, 0, (8, 9), ((1, 2, 3), (1, 2, 4, 5), (1, 2), (6, 7), (1, 2, 3))), ids, positions)
+    branches = tree.grow(Drafted(0, 0, (8, 9), ((1, 2, 3), (1, 2, 4, 5), (1, 2), (6, 7), (1, 2, 3))), ids, positions)
     assert ids == [8, 9, 1, 2, 4, 6] and positions == [0, 1, 2, 3, 4, 2]
     assert tree.child == {(1, 1): 2, (2, 2): 3, (3, 4): 4, (1, 6): 5}
     assert branches == [([0, 1, 2], 1), ([0, 1, 2, 3], 1), ([0, 1, 2, 3, 4], 1), ([0, 1, 5], 1)]
@@ -208,13 +212,13 @@ def test_auto_takes_the_engine_that_has_drafts_and_counts_their_keys(tmp_path):
 def test_a_history_with_drafts_survives_a_checkpoint(tmp_path):
     cfg = run_config(tmp_path / "run", "rollout.drafts=true")
     history = train.PromptHistory(PROMPTS, cfg.prune.prompts, 0, middle=0.5)
-    saved, loaded = DraftHistory(history), DraftHistory(history)
+    saved, loaded = DraftHistory(history, {}), DraftHistory(history, {})
     saved.drafts = {3: ((1, 2, 3), (4,)), 0: ((5,), (6, 7))}
     torch.save(saved.state(), tmp_path / "state.pt")
     loaded.restore(torch.load(tmp_path / "state.pt", weights_only=True))
     assert {k: tuple(map(tuple, own)) for k, own in loaded.drafts.items()} == saved.drafts
-    found = {draw.number: tuple(map(tuple, draw.drafts)) for draw in loaded.draw(5)}
-    assert found == {k: saved.drafts.get(k, ()) for k in range(5)}
+    loaded.draw(5)
+    assert loaded.offered == {PROMPTS[k].ids: saved.drafts.get(k, ()) for k in range(5)}
 
 
 def test_the_experiment_samples_the_same_completions_twice(monkeypatch, capsys):

@@ -14,9 +14,10 @@ import data
 import eval as evaluation
 import replay
 import train
-from infra import environment, runfolder
+from infra import runfolder
+from infra.user_files import read_file
 from leaves.environment.file import EnvironmentFile, open_environment
-from leaves.environment.join import EnvironmentEngine
+from leaves.environment.join import EnvironmentEngine, join
 from leaves.environment.replies import Splicer
 from leaves.environment.settings import Environment
 from leaves.environment.worker import Reply, Turn, find_calls, reply_to
@@ -153,7 +154,7 @@ def test_windows_give_the_completion_that_one_call_gives():
         while so_far is None or not so_far.finished:
             request = Request(Prompt("q", (5, 6, 7), "1"), 1, size, so_far)
             piece, = through.generate([request], 1.0)
-            so_far = piece if so_far is None else train.samplers.window.join(so_far, piece)
+            so_far = join(so_far, piece)
         assert so_far == whole
 
 
@@ -405,7 +406,7 @@ def test_a_step_is_replayed_and_its_texts_show_turns(tmp_path, capsys):
     talked = [x for x in completions if "turns" in x]
     assert talked and all("".join(x["turns"]) == x["text"] for x in talked)
     assert all(x["turns"][0].endswith("=") for x in talked)
-    environment.read_file.cache_clear()
+    read_file.cache_clear()
     (tmp_path / "mine.py").unlink()  # the copy in the run folder is read
     replay.replay(tmp_path / "run", 2, [], draws=0)
     assert "the same bit for bit" in capsys.readouterr().out

@@ -16,10 +16,12 @@ from test_invariance import on_ranks
 from test_nat import ADV_NG, REWARD_NG, Short, cuts
 from test_objectives import OBJECTIVES, Case, assert_same
 
+from leaves.environment.join import Dialogue, as_dialogue, environment_metrics, join
+from leaves.windows.join import Piece
 from loss import token_weight
 from metrics import rollout_metrics
 from prune import Candidates, cut_weights, keep_all, surprise
-from records import Group, Sample, join, lengths
+from records import Group, Sample, lengths
 from settings import kinds
 
 # Where replies stand in completions of so many tokens: none, one, at the end (the policy's limit), several.
@@ -32,7 +34,7 @@ def replied(groups: list[Group], places: list[list[tuple]] = PLACES) -> list[Gro
     """The same tokens, of which some are replies."""
     def mark(sample: Sample, replies: tuple) -> Sample:
         logp = [0.0 if any(a <= t < b for a, b in replies) else x for t, x in enumerate(sample.logp)]
-        return replace(sample, logp=logp, replies=replies)
+        return Dialogue(sample.ids, logp, sample.finished, replies)
 
     return [Group(group.prompt, tuple(map(mark, group.samples, row)))
             for group, row in zip(groups, places, strict=True)]
@@ -60,7 +62,8 @@ def test_so_it_would_not_be_if_replies_were_trained_on(tiny, tmp_path):
     case = RepliedCase("grpo", tiny, tmp_path / "run")
     expected = case.by_formula()
     case.batch = replace(case.batch, groups=[
-        replace(group, samples=tuple(replace(s, replies=()) for s in group.samples)) for group in case.batch.groups])
+        replace(group, samples=tuple(Sample(s.ids, s.logp, s.finished) for s in group.samples))
+        for group in case.batch.groups])
     ours = case.by_training()
     gap = sum(float((ours[key] - expected[key]).norm() ** 2) for key in expected) ** 0.5
     assert gap > 0.05 * sum(float(grad.norm() ** 2) for grad in expected.values()) ** 0.5
@@ -105,23 +108,23 @@ def test_over_all_cuts_and_draws_the_mean_is_the_full_gradient_with_replies_too(
 
 
 def test_counts_leave_replies_out():
-    sample = Sample(range(1, 10), [-1.0] * 9, True, replies=((2, 5), (6, 7)))
+    sample = Dialogue(range(1, 10), [-1.0] * 9, True, replies=((2, 5), (6, 7)))
     assert (sample.length, sample.own, sample.trained, sample.fresh) == (9, 5, 5, 5)
     assert sample.scored.tolist() == [0, 1, 5, 7, 8]
-    assert list(range(9))[replace(sample, replies=(), start=4).scored] == [4, 5, 6, 7, 8]
+    assert Piece(replace(sample, replies=()), start=4).scored.tolist() == [4, 5, 6, 7, 8]
     assert sample.turns == [(0, 2), (2, 5), (5, 6), (6, 7), (7, 9)]
-    begun = replace(sample, start=3)  # in the midst of a reply
+    begun = Piece(sample, start=3)  # in the midst of a reply
     assert (begun.own, begun.trained, begun.scored.tolist()) == (5, 3, [5, 7, 8])
     assert sample.end == 9 and replace(sample, replies=((2, 5), (6, 9))).end == 6
-    assert replace(sample, old=6).fresh == 2
+    assert Piece(sample, old=6).fresh == 2
     for count, (length, replies) in enumerate([(1, 0), (2, 0), (6, 1), (8, 2), (9, 2)], start=1):
         first = sample.first(count)
         assert (first.own, first.length, len(first.replies), len(first.logp)) == (count, length, replies, length)
 
 
 def test_pieces_are_joined_with_the_places_of_their_replies():
-    first = Sample([1, 2, 3], [-1.0] * 3, False, replies=((1, 3),), calls=2, failures=1)
-    second = Sample([4, 5, 6], [-2.0] * 3, True, replies=((1, 2),), calls=1)
+    first = Dialogue([1, 2, 3], [-1.0] * 3, False, replies=((1, 3),), calls=2, failures=1)
+    second = Dialogue([4, 5, 6], [-2.0] * 3, True, replies=((1, 2),), calls=1)
     whole = join(first, second)
     assert whole.ids.tolist() == [1, 2, 3, 4, 5, 6] and whole.replies == ((1, 3), (4, 5))
     assert (whole.calls, whole.failures, whole.finished) == (3, 1, True)
@@ -132,8 +135,8 @@ def test_pieces_are_joined_with_the_places_of_their_replies():
 def test_surprise_and_token_weights_are_of_own_tokens():
     plain = make_groups([[4, 3]], [2])
     spread = [Group(plain[0].prompt, (
-        replace(plain[0].samples[0], ids=[*plain[0].samples[0].ids, 7, 7], logp=[*plain[0].samples[0].logp, 0, 0],
-                replies=((4, 6),)), plain[0].samples[1]))]
+        join(as_dialogue(plain[0].samples[0]), Dialogue([7, 7], [0, 0], True, replies=((0, 2),))),
+        plain[0].samples[1]))]
     assert surprise(spread).tolist() == surprise(plain).tolist()
     adv_NG = torch.tensor([[1.0, -1.0]])
     for kind in ("token", "sequence", "constant"):
@@ -147,7 +150,8 @@ def test_metrics_count_turns_and_calls():
     groups = [replace(groups[0], samples=(replace(groups[0].samples[0], calls=1, failures=1),
                                           replace(groups[0].samples[1], calls=3, finished=False, cut=True)))]
     reward_NG = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
-    measured = rollout_metrics(as_rolled(groups, reward_NG), as_batch(groups, reward_NG, keep_all(reward_NG)))
+    step = as_rolled(groups, reward_NG), as_batch(groups, reward_NG, keep_all(reward_NG))
+    measured = rollout_metrics(*step) | environment_metrics(*step)
     expected = {"turns": 2.5, "calls": 2.0, "failures": 0.5, "tokens": 2.5, "cut": 0.5}
     assert {key: measured[f"environment/{key}"] for key in expected} == expected
     assert measured["rollout/tokens"] == 7 and measured["rollout/length"] == 3.5

@@ -18,6 +18,7 @@ import learner
 import train
 from infra import checkpoint, dist
 from infra.export import export
+from infra.models import load_policy
 from infra.weights import load_weights
 from leaves.lora import join as lora
 from leaves.lora.settings import Lora
@@ -226,7 +227,7 @@ def test_an_adapter_goes_on_on_its_own_base_alone(tiny, tmp_path):
     with pytest.raises(ConfigError, match=said):
         train.train(short(run, base, "steps=2"), resume="always")
     with pytest.raises(ConfigError, match=said):
-        lora.load_policy(step, base, torch.float32)
+        load_policy(step, base, torch.float32)
 
 
 def test_an_adapter_goes_on_from_its_own_first_one_alone(tiny, tmp_path):
@@ -241,7 +242,7 @@ def test_an_adapter_goes_on_from_its_own_first_one_alone(tiny, tmp_path):
     save_file({name: 2 * t for name, t in load_file(file).items()}, file)
     with pytest.raises(ConfigError, match=r"was trained with weights of sha256 \w* at model.lora.path, where"):
         train.train(short(tmp_path / "run", tiny, "steps=3", *settings), resume="always")
-    lora.load_policy(tmp_path / "run" / "checkpoints" / "step_000002", tiny, torch.float32)
+    load_policy(tmp_path / "run" / "checkpoints" / "step_000002", tiny, torch.float32)
 
 
 @pytest.mark.parametrize(("written", "asked", "message"), [

@@ -7,15 +7,15 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import as_batch, as_rewards, make_groups, nudge, toy_config
-from test_objectives import gradient_of, learner_on
+from conftest import as_batch, as_rewards, make_groups, nudge, parts_of, toy_config
+from test_objectives import compare, gradient_of
 
 import config
 import train
-from advantage import advantage, group_weight, madpo_weight, mark_pairs, preference_advantage
+from config import has_reference
 from infra import runfolder
-from learner import has_reference
 from leaves.preferences import join as preference
+from leaves.preferences.join import Pairs, group_weight, madpo_weight, mark_pairs, preference_advantage
 from leaves.preferences.settings import GroupPreference, Preference
 from prune import keep_all
 from settings.loader import ConfigError
@@ -105,40 +105,42 @@ def test_dgpo_with_weights_of_one_is_grpo_without_the_deviation(tiny, tmp_path, 
     for kind in ("group_preference", "centred"):
         cfg = toy_config(tmp_path / kind, f"model.path={tiny}", "rollout.group_size=4", "loss.trust.kind=none",
                          "loss.normalize=sum", f"advantage.kind={kind}", name="grpo_toy.yaml")
-        learner = learner_on(tiny, cfg)
-        nudge(learner.policy, 0.02)
-        adv_NG = advantage(as_rewards({"accuracy": reward_NG}, {"accuracy": 1.0}), cfg.advantage)
+        parts = parts_of(cfg, tiny)
+        nudge(parts.learner.policy, 0.02)
+        adv_NG = compare(parts, groups, as_rewards({"accuracy": reward_NG}, {"accuracy": 1.0}))
         batch = replace(as_batch(groups, adv_NG, keep_all(adv_NG)), reward_NG=reward_NG)
-        gradients[kind], _ = gradient_of(learner, batch, moved=0.03)
+        gradients[kind], _ = gradient_of(parts.learner, batch, moved=0.03)
     assert any(g.any() for g in gradients["centred"].values())
     for name, expected in gradients["centred"].items():
         assert gradients["group_preference"][name].equal(expected), name
 
 
-def test_margins_are_of_the_policy_before_each_optimizer_step(tmp_path):
+def test_margins_are_of_the_policy_before_each_optimizer_step(tmp_path, monkeypatch):
     """At the first of a run the policy is the reference, so every margin is 0; later ones are what was learnt."""
     cfg = toy_config(tmp_path / "run", "update.epochs=2", "steps=1", "optim.lr=1e-3", name="odpo_gsm8k.yaml toy.yaml")
-    asked = []
-    compare = preference.compare_pairs
-    try:
-        preference.compare_pairs = lambda *given: asked.append(compare(*given)) or asked[-1]
-        train.train(cfg)
-    finally:
-        preference.compare_pairs = compare
-    told = [sums for _, sums in asked if sums["pairs"]]
-    assert len(asked) == 2 and told[0]["margin"] == 0 == told[0]["right"]
-    assert told[1]["margin"] / told[1]["pairs"] > 0.1
+    told, compared = [], Pairs.compare
+
+    def watched(self, *given):
+        prepared = compared(self, *given)
+        told.append((self.count, self.margin, self.right))  # of the step so far
+        return prepared
+
+    monkeypatch.setattr(Pairs, "compare", watched)
+    train.train(cfg)
+    first, both = told
+    assert first[1] == 0 == first[2]
+    assert both[1] / (both[0] - first[0]) > 0.1
     lines = [line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "train/loss" in line]
-    margin = sum(sums["margin"] for sums in told) / sum(sums["pairs"] for sums in told)
-    assert lines[0]["preference/margin"] == pytest.approx(margin)
+    assert lines[0]["preference/margin"] == pytest.approx(both[1] / both[0])
     assert 0 < lines[0]["preference/accuracy"] < 1
 
 
 def test_metrics_are_left_out_where_there_are_no_pairs():
-    nothing = {"pairs": 0, "margin": 0.0, "right": 0}
-    assert preference.pair_metrics([]) == {} == preference.pair_metrics([nothing])
-    assert preference.pair_metrics([nothing, {"pairs": 4, "margin": 2.0, "right": 3}]) == {
-        "preference/margin": 0.5, "preference/accuracy": 0.75}
+    pairs = Pairs()
+    assert pairs.metrics() == {}
+    pairs.count, pairs.margin, pairs.right = 4, 2.0, 3
+    assert pairs.metrics() == {"preference/margin": 0.5, "preference/accuracy": 0.75}
+    assert pairs.metrics() == {}  # each update begins anew
 
 
 @pytest.mark.parametrize(("changes", "said"), [

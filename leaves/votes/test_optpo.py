@@ -7,18 +7,15 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import ROOT, TOY, make_groups, toy_config, weights
+from conftest import ROOT, TOY, make_groups, parts_of, toy_config, weights
 
 import config
 import data
 import train
-from collect import Sampler
-from history import PromptHistory
 from infra import runfolder
-from infra.choices import resolve_auto
 from leaves.votes import join as optpo
 from leaves.votes.settings import Votes
-from metrics import vote_metrics
+from records import Rolled
 from settings.loader import ConfigError
 from verify.grade import first_equal
 
@@ -80,11 +77,16 @@ def test_votes_are_summed_up_and_the_labels_of_the_data_only_compared():
     assert unlabelled == replace(vote, label_right=None, accuracy=None)
     nobody = optpo.sum_up_votes(group, [None] * 4, samples)
     assert (nobody.label, nobody.lead, nobody.label_right, nobody.accuracy) == (None, 0, False, 0)
-    groups = [replace(group, vote=v) for v in (vote, unlabelled, nobody)]
-    assert vote_metrics(groups) == {"rollout/tokens": 42, "votes/completions": 4, "votes/lead": pytest.approx(2 / 3),
-                                     "votes/label_accuracy": 0, "votes/accuracy": 0.25}
-    assert vote_metrics([group]) == {} == vote_metrics([])
-    assert "votes/accuracy" not in vote_metrics([replace(group, vote=unlabelled)])
+
+    def measured(*votes: optpo.Vote) -> dict[str, float]:
+        groups = [optpo.VotedGroup(group.prompt, group.samples, vote) for vote in votes]
+        return optpo.vote_metrics(Rolled(groups=groups), batch=None)
+
+    assert measured(vote, unlabelled, nobody) == {
+        "rollout/tokens": 42, "votes/completions": 4, "votes/lead": pytest.approx(2 / 3), "votes/label_accuracy": 0,
+        "votes/accuracy": 0.25}
+    assert measured() == {}
+    assert "votes/accuracy" not in measured(unlabelled)
 
 
 @pytest.fixture(scope="module")
@@ -92,14 +94,10 @@ def sampled(tmp_path_factory):
     """Eight prompts of the toy as OptPO samples them, and in groups as large as it may go."""
     cfg = toy_config(tmp_path_factory.mktemp("sampled") / "run", "labels.most=16", "labels.chunk=3",
                      "rollout.group_size=5", name="optpo_gsm8k.yaml toy.yaml")
-    tokenizer = data.Tokenizer(TOY)
-    prompts = data.to_prompts(data.load_problems(cfg.data.train), tokenizer, None, 128)
-    learner, engine = train.load_models(resolve_auto(cfg, TOY), data.Task(TOY, tokenizer, [], prompts, []))
-    engine.sync(learner.policy)
-    sampler = Sampler(engine, tokenizer, cfg.rollout, cfg.reward, cfg.seed)
-    draws = PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5).draw(12)
-    voting = optpo.VotingSampler(sampler, cfg.labels)
-    most = replace(sampler, sampling=replace(cfg.rollout, group_size=16)).rollout(draws)
+    parts = parts_of(cfg, TOY, data.to_prompts(data.load_problems(cfg.data.train), data.Tokenizer(TOY), None, 128))
+    parts.engine.sync(parts.learner.policy)
+    draws, voting = parts.history.draw(12), parts.sampler
+    most = replace(voting.sampler, sampling=replace(cfg.rollout, group_size=16)).rollout(draws)
     return voting, voting.rollout(draws), most
 
 

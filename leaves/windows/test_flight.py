@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TOY, attend_alone, gradients, load, toy_config, weights
-from methods import samplers
+from conftest import ROOT, TOY, attend_alone, gradients, load, parts_of, toy_config, weights
 from test_invariance import on_ranks, step_metrics, trained_unchecked
 
 import config
@@ -18,11 +17,11 @@ import update
 from collect import Sampler, Selection, choose
 from history import PromptHistory
 from infra import dist, runfolder
-from infra.choices import resolve_auto
-from leaves.windows.join import Pool, WindowSampler
+from leaves.windows.join import Pool, WindowSampler, age_metrics, parts
 from metrics import rollout_metrics
 from records import Group, Prompt, Rolled, Sample
 from rollout import tokens_before
+from settings import leaves
 
 FLIGHT = ["steps=6", "data.eval=null", "optim.lr=1e-3", "windows.in_flight=2", "windows.max_age=2", "windows.tokens=8"]
 THINNED = ["prune.prompts={kind: bernoulli, drop_prob: 0.5}", "data.limit=10", "steps=10"]
@@ -60,7 +59,7 @@ def scripted(lengths: list[int], *settings: str) -> tuple[WindowSampler, Pool, c
                      "rollout.max_new_tokens=20", "windows.tokens=4", "windows.in_flight=2", "windows.max_age=2",
                      "advantage.kind=gae", "critic.lr=1", *settings, name="flight_toy.yaml")
     prompts = [Prompt(f"q{n}", (n + 3,), "1") for n in range(len(lengths))]
-    pool = Pool(PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5), cfg.rollout)
+    pool = Pool(PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5), cfg.rollout, cfg.windows, Sample)
     history = PromptHistory(prompts, cfg.prune.prompts, cfg.seed, 0.5)
     order = [prompts[k] for _, k in history.coming(len(prompts))]
     engine = Scripted({prompt.ids[0]: [length] for prompt, length in zip(order, lengths, strict=True)})
@@ -80,6 +79,11 @@ def one_step(sampler: WindowSampler, pool: Pool, cfg: config.Config) -> tuple[Ro
                     for draw, group in zip(batch.draws, batch.groups, strict=True)]
 
 
+def metrics_of(rolled: Rolled, cfg: config.Config) -> dict[str, float]:
+    batch = choose(rolled, Selection.of(cfg), 0)
+    return rollout_metrics(rolled, batch) | age_metrics(rolled, batch)
+
+
 def test_a_step_trains_on_the_first_that_are_whole_and_waits_for_the_oldest():
     sampler, pool, cfg = scripted([20, 3, 20, 4, 5, 6, 1, 2, 7, 7, 7, 7])
     # 20 3 20 4 in one window of 4: those of 3 and 4 are whole.
@@ -90,13 +94,13 @@ def test_a_step_trains_on_the_first_that_are_whole_and_waits_for_the_oldest():
     # Those of 5 and 6 after two more windows; both of 20 are at 12.
     rolled, trained = one_step(sampler, pool, cfg)
     assert trained == [(5, 0, 0), (6, 0, 0)] and rolled.rewards.tokens_NG.sum() == 11
-    measured = rollout_metrics(rolled, choose(rolled, Selection.of(cfg), 0))
+    measured = metrics_of(rolled, cfg)
     assert measured["rollout/tokens"] == 2 * 8 + 11 and measured["rollout/prompts"] == 2
     assert measured["rollout/pending"] == 2 and measured["rollout/unscored"] == 0 and "age/mean" not in measured
     # At age 2 they hold the step up, and those of 1 and 2 wait although they are whole.
     rolled, trained = one_step(sampler, pool, cfg)
     assert trained == [(20, 2, 12), (20, 2, 12)]
-    measured = rollout_metrics(rolled, choose(rolled, Selection.of(cfg), 0))
+    measured = metrics_of(rolled, cfg)
     assert (measured["age/mean"], measured["age/most"], measured["age/old_tokens"]) == (2, 2, 24 / 40)
     assert measured["rollout/tokens"] == 2 * 8 + 3
     # The older ones first.
@@ -117,12 +121,13 @@ def test_a_step_trains_on_more_than_n_if_so_many_are_due():
 def watched(monkeypatch):
     """Of every step: the pool's new draws, the batch, and a copy of the policy that sampled."""
     seen = {"new": [], "batch": [], "policy": [], "rolled": [], "pool": None}
-    true_update, true_choose = train.update, samplers.choose_sampler
+    true_update, true_through = train.update, leaves.through
 
-    def choose_sampler(*given):
-        history, sampler = true_choose(*given)
-        seen["pool"] = history
-        return history, sampler
+    def through(hook, cfg, thing):
+        thing = true_through(hook, cfg, thing)
+        if hook == "parts":
+            seen["pool"] = thing.history
+        return thing
 
     def watch(learner, batch, step, clock):
         seen["batch"].append(batch)
@@ -136,7 +141,7 @@ def watched(monkeypatch):
 
     monkeypatch.setattr(train, "update", watch)
     monkeypatch.setattr(train, "choose", watched_choose)
-    monkeypatch.setattr(train.samplers, "choose_sampler", choose_sampler)
+    monkeypatch.setattr(leaves, "through", through)
     return seen
 
 
@@ -238,7 +243,7 @@ def test_the_gradient_of_mixed_ages_is_the_formulas_and_each_token_has_the_log_p
     assert corrected or cfg.loss.trust.kind == "total_variation"
     assert stopped or cfg.loss.old_logp == "recompute"
     expected = gradients(policy)
-    learner = train.load_models(resolve_auto(cfg, TOY), data.Task(TOY, data.Tokenizer(TOY), [], [], []))[0]
+    learner = parts_of(cfg).learner
     with torch.no_grad():
         for name, p in learner.policy.named_parameters():
             p.copy_(dist.sharded_like(watched["policy"][step][name], p))
@@ -312,11 +317,8 @@ def test_a_run_that_is_cut_off_with_groups_under_way_resumes_as_the_same_run(nam
 
 
 def test_one_in_flight_is_a_run_without_the_setting(tmp_path):
-    plain, other = (toy_config(tmp_path / str(i), "data.eval=null", *more, name="grpo_toy.yaml")
-                    for i, more in enumerate([[], ["windows.in_flight=1"]]))
-    assert replace(plain, out="") == replace(other, out="")
-    sampler = samplers.choose_sampler(plain, TOY, PromptHistory([], plain.prune.prompts, 0, 0.5), "sampler")[1]
-    assert sampler == "sampler"
+    cfg = toy_config(tmp_path / "run", "data.eval=null", "windows.in_flight=1", name="grpo_toy.yaml")
+    assert parts(cfg, "a run") == "a run"
 
 
 # ---- groups that wait

@@ -14,10 +14,11 @@ from collect import Sampler, Selection, choose
 from history import PromptHistory
 from infra import runfolder
 from infra.choices import resolve_auto
+from infra.models import Weights
 from leaves.critic import join as critic
-from leaves.windows.join import Pool, WindowSampler
+from leaves.windows.join import Piece, Pool, Turn, WindowSampler
 from metrics import rollout_metrics
-from records import EngineSpec, Group, Prompt, PromptDraw, Rolled, Sample
+from records import EngineSpec, Group, Prompt, Rolled, Sample
 from rollout import tokens_before
 
 ALONE = ["rollout.group_size=1", "rollout.prompts_per_step=8", "windows.tokens=10", "critic.pretrain_steps=0"]
@@ -36,7 +37,8 @@ def test_every_token_is_trained_once_by_the_policy_and_by_the_critic_when_the_co
             row = true(minibatch, plan)
             samples = [minibatch.groups[n].samples[g] for n, g in plan.members]
             assert row.target_C.tolist() == [i for s in samples for i in s.ids[s.start:]]
-            assert row.predict_C.tolist() == [t for s, last in zip(samples, row.last_S.tolist(), strict=True)
+            last_S = row.segments.start_2S[0, 1:] - 1
+            assert row.predict_C.tolist() == [t for s, last in zip(samples, last_S.tolist(), strict=True)
                                               for t in range(last - s.fresh, last)]  # each has a prompt of its own
             for (n, _), s in zip(plan.members, samples, strict=True):
                 seen.setdefault(minibatch.groups[n].prompt.id, []).append((s.start, s.length, s.pending))
@@ -51,7 +53,7 @@ def test_every_token_is_trained_once_by_the_policy_and_by_the_critic_when_the_co
         monkeypatch.setattr(learner, "build_row", watch(trained))
         return measured
 
-    monkeypatch.setattr(train.critic, "fit_values", watched_fit)
+    monkeypatch.setattr(critic, "fit_values", watched_fit)
     monkeypatch.setattr(learner, "build_row", watch(trained))
     train.train(windowed(tmp_path / "run", "steps=5", "optim.lr=1e-3", "data.eval=null"))
     assert max(map(len, trained.values())) > 2
@@ -82,7 +84,7 @@ def test_the_engine_reads_what_was_begun_with_the_weights_it_has_now(tmp_path):
 
 
 def pool_of(cfg: config.Config, prompts: list[Prompt]) -> Pool:
-    return Pool(PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5), cfg.rollout)
+    return Pool(PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5), cfg.rollout, cfg.windows, Sample)
 
 
 def one_round(sampler: WindowSampler, pool: Pool, count: int) -> Rolled:
@@ -100,7 +102,7 @@ def test_windows_laid_end_to_end_are_the_whole_completion(window, tmp_path):
     cfg = windowed(tmp_path / "run", f"windows.tokens={window}")
     cfg = replace(cfg, rollout=replace(cfg.rollout, temperature=0.0))
     task = train.load_task(cfg)
-    _, engine = train.load_models(resolve_auto(cfg, task.source), task)
+    _, engine = train.load_models(resolve_auto(cfg, task.source), task, Weights())
     engine.sync(load(TOY, torch.float64))
     pool = pool_of(cfg, task.prompts)
     sampler, ended, steps = WindowSampler(Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, 0), pool), {}, 0
@@ -133,8 +135,8 @@ def test_a_completion_that_reaches_its_limit_is_done_and_scored(tmp_path):
             return [Sample((9,) * request.limit, (-0.5,) * request.limit, False) for request in requests]
 
     engine, pool, seeds = Endless(), pool_of(cfg, prompts), []
-    begun = PromptDraw(prompts[30], 0, copy=1, number=30)
-    pool.begun = [(begun, (Sample((9,) * 16, (-1.0,) * 16, False, pending=True),))]
+    begun = Turn(prompts[30], 0, copy=1, number=30)
+    pool.begun = [(begun, (Piece(Sample((9,) * 16, (-1.0,) * 16, False), pending=True),))]
     sampler = WindowSampler(Sampler(engine, data.Tokenizer(TOY), cfg.rollout, cfg.reward, cfg.seed), pool)
     rounds = []
     for _ in range(3):
@@ -156,7 +158,7 @@ def test_a_completion_that_reaches_its_limit_is_done_and_scored(tmp_path):
 
 def test_truncated_completions_can_be_dropped_and_those_that_go_on_are_not(tmp_path):
     cfg = windowed(tmp_path / "run", "prune.truncated=true", "loss.denominator=kept")
-    samples = [Sample((1,), (-1.0,), True), Sample((1,), (-1.0,), False), Sample((1,), (-1.0,), False, pending=True)]
+    samples = [Sample((1,), (-1.0,), True), Sample((1,), (-1.0,), False), Piece(Sample((1,), (-1.0,), False), pending=True)]
     groups = [Group(Prompt(str(n), (1,), ""), (s,)) for n, s in enumerate(samples)]
     rolled = as_rolled(groups, torch.zeros(3, 1, dtype=torch.float64))
     pruned = choose(rolled, Selection.of(cfg), 0).pruned

@@ -27,7 +27,7 @@ from conftest import (
     weights,
 )
 from test_objectives import OBJECTIVES as TEXTBOOK
-from test_objectives import gradient_of, learner_on, windowed
+from test_objectives import critic_of, gradient_of, learner_on, windowed
 
 import config
 import data
@@ -36,9 +36,9 @@ import train
 from advantage import group_norm
 from infra import checks, dist, runfolder
 from leaves.critic import join as critic
-from leaves.critic.join import value_loss
 from leaves.lora import join as lora
 from prune import COMPLETIONS, Candidates
+from settings import leaves
 from settings import loader as settings
 from verify import workers
 
@@ -87,9 +87,9 @@ def gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> tuple[fl
     In between the policy is moved a little, so that ratios differ from 1, clips are active and the KL is not 0.
     """
     learner = learner_on(Path(cfg.model.path), cfg)
-    if learner.critic:
-        nudge(learner.critic.model, 0.1)
-    if cfg.windows.tokens:
+    for model, _ in learner.roles.values():
+        nudge(model, 0.1)
+    if "windows" in leaves.chosen(cfg):
         groups = windowed(groups)
     candidates = Candidates(adv_NG, groups, cfg.loss.normalize, cfg.loss.kl == 0, seed=0)
     pruned = COMPLETIONS[cfg.prune.completions.kind](candidates, cfg.prune.completions)
@@ -102,13 +102,14 @@ def gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> tuple[fl
 def critics_gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> tuple[float, Gradient]:
     """Of the critic's loss on what is done."""
     learner, total = learner_on(Path(cfg.model.path), cfg), 0.0
-    nudge(learner.critic.model, 0.1)
-    minibatch, = critic.split_minibatches(learner, as_rolled(groups, adv_NG), step=0)
+    of_critic = critic_of(learner)
+    nudge(of_critic.model, 0.1)
+    minibatch, = critic.split_minibatches(of_critic, learner, as_rolled(groups, adv_NG), step=0)
     for row in learner.rows(minibatch):
-        loss = value_loss(learner.critic.values(learner, row)[0], critic.critic_target(learner, row), row.weight_C)
-        loss.backward()
+        target_C = critic.critic_target(of_critic, learner, row, critic.rewards_of(minibatch, row))
+        loss, _ = critic.add_value_gradient(of_critic, learner, row, target_C)
         total += loss.item()
-    return dist.sum_over_ranks({"loss": total})["loss"], gradients(learner.critic.model)
+    return dist.sum_over_ranks({"loss": total})["loss"], gradients(of_critic.model)
 
 
 def assert_same(one: tuple[float, Gradient], other: tuple[float, Gradient], rtol: float) -> None:

@@ -20,6 +20,7 @@ from learner import Learner
 from metrics import PassSums
 from prune import keep_all
 from records import Batch, Group, Rewards, Sample
+from settings import leaves
 from train import Parts
 
 LENGTHS, PROMPTS, G = [[3, 9, 5, 2], [4, 1, 7, 8]], [5, 1], 4
@@ -317,7 +318,7 @@ class Case:
         self.old, self.now, self.ref = (load(folder, torch.float64) for _ in range(3))
         nudge(self.old, 0.02)
         groups = self.with_engine(make_groups(lengths, prompts))
-        self.groups = windowed(groups) if cfg.windows.tokens else groups
+        self.groups = windowed(groups) if "windows" in leaves.chosen(cfg) else groups
         pending_NG = torch.tensor([[s.pending for s in group.samples] for group in self.groups])
         components = {"accuracy": CORRECT_NG * ~pending_NG, "wrong": (1 - CORRECT_NG) * ~pending_NG,
                       "overlong": SHORT_NG * ~pending_NG}

@@ -142,8 +142,8 @@ def test_a_token_of_one_completion_changes_nothing_in_another(tiny, tmp_path):
     row, = trained.rows(Minibatch(groups, ones_NG.bool(), ones_NG, ones_NG, ones_NG))
     with torch.no_grad():
         before_C = trained.log_probs(trained.policy, row)
-        for segment, last in enumerate((row.last_S - 1).tolist()):
-            if row.length_S[segment] > 1:  # the last token but one, which the last is predicted from
+        for segment, last in enumerate((row.segments.start_2S[0, 1:] - 2).tolist()):
+            if (row.segment_C == segment).sum() > 1:  # the last token but one, which the last is predicted from
                 ids_T = row.ids_T.index_fill(0, torch.tensor(last), int(row.ids_T[last] + 1) % 400)
                 after_C = trained.log_probs(trained.policy, replace(row, ids_T=ids_T))
                 assert (after_C != before_C).nonzero()[:, 0].tolist() == [
