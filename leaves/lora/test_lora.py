@@ -18,12 +18,12 @@ import learner
 import train
 from infra import checkpoint, dist
 from infra.export import export
-from infra.models import load_policy
 from infra.weights import load_weights
 from leaves.lora import join as lora
 from leaves.lora.settings import Lora
 from model import Decoder, empty_model
 from pack import Minibatch
+from policy import load_policy
 from settings.loader import ConfigError
 
 NAMED = {"attention": ["q_proj", "k_proj", "v_proj", "o_proj"], "mlp": ["gate_proj", "up_proj", "down_proj"]}

@@ -14,10 +14,10 @@ from collect import Sampler, Selection, choose
 from history import PromptHistory
 from infra import runfolder
 from infra.choices import resolve_auto
-from infra.models import Weights
 from leaves.critic import join as critic
 from leaves.windows.join import Piece, Pool, Turn, WindowSampler
 from metrics import rollout_metrics
+from policy import Weights
 from records import EngineSpec, Group, Prompt, Rolled, Sample
 from rollout import tokens_before
 
