@@ -28,6 +28,7 @@ def windowed(out, *settings: str) -> config.Config:
     return toy_config(out, *ALONE, *settings, name="tppo_toy.yaml")
 
 
+@pytest.mark.slow
 def test_every_token_is_trained_once_by_the_policy_and_by_the_critic_when_the_completion_is_done(tmp_path, monkeypatch):
     """Over 5 steps in which the policy changes, by the rows that the two models are given."""
     trained, learnt, true = {}, {}, learner.build_row
