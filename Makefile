@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv/bin
 
 .PHONY: demo test test-verify test-fork test-slow test-long test-vllm test-gpu test-peers test-page lint toy compare court real \
-	gpu-hour bench-peers requirements
+	gpu-hour bench-peers requirements eval.pyz
 
 demo: .venv/run      ## train the toy model with CPPO, print accuracy before and after, and write the report
 	out=runs/demo_$$(date +%Y%m%d_%H%M%S) && $(VENV)/python train.py --config cppo_toy.yaml --set out=$$out && \
@@ -94,6 +94,9 @@ court: .venv/run     ## twelve claims of 2025 and 2026 on one testbed, of runs k
 
 bench-peers: .venv/peers ## seconds of a step beside TRL's GRPOTrainer, phase by phase
 	$(VENV)/python bench/peers.py
+
+eval.pyz: .venv/run  ## eval.py and all that it needs of ours in one file, which evaluates in any folder
+	$(VENV)/python -m infra.archive $@
 
 toy: .venv/run       ## rebuild toy/: problems, tokenizer and pre-trained models
 	$(VENV)/python toy/problems.py
