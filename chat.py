@@ -24,10 +24,10 @@ from pathlib import Path
 import config
 from config import Config, ConfigError
 from data import Tokenizer
-from device import engine_spec, find_device, fit_engine
 from eval import load_sets
 from infra import dist
 from infra.checkpoint import original_model, step_folders
+from infra.device import engine_spec, find_device, fit_engine
 from infra.runfolder import state_of
 from infra.signals import exit_status
 from infra.tokenizer import as_messages

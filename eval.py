@@ -31,8 +31,8 @@ import torch
 import config
 from config import Config, Data, Reward
 from data import Task, load_problems, to_prompts
-from device import engine_spec, find_device, fit_engine
 from infra import copies, dist
+from infra.device import engine_spec, find_device, fit_engine
 from infra.figures import require_sizes, results_table, summarise
 from infra.rows import all_have_answers
 from infra.signals import exit_status

@@ -38,10 +38,10 @@ from torch import Tensor
 import config
 from collect import Selection, choose
 from config import Config, ConfigError
-from device import find_device
 from infra import dist, runfolder
 from infra.checkpoint import replayable_steps
 from infra.copies import COPIES
+from infra.device import find_device
 from infra.dist import say
 from infra.lines import blame_file, read_log, read_metrics
 from infra.runfolder import SOFT_VALUES

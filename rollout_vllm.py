@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from config import ConfigError
-from device import VLLM_VERSION, cache_bytes
 from infra import dist
+from infra.device import VLLM_VERSION, cache_bytes
 from infra.weights import find_mismatches, named_weights, shapes_of
 from model import Decoder, empty_model
 from records import EngineSpec, Request, Sample
@@ -173,7 +173,7 @@ def engine_options(spec: EngineSpec, cache: int) -> dict:
         options["quantization"] = "fp8_per_tensor"
     if spec.tensor_parallel > 1:
         # vLLM's own all-reduce shares memory between processes in a way that expandable segments refuse
-        # (device.py, find_device): the processes would exit without a traceback.
+        # (infra/device.py, find_device): the processes would exit without a traceback.
         options["disable_custom_all_reduce"] = True
         options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     if spec.device.type == "cuda":

@@ -36,13 +36,13 @@ import data
 from advantage import advantage
 from collect import Sampler, Selection, choose, describe_missing, lacks, reward_midpoint, shortage
 from config import Config, ConfigError
-from device import engine_spec, find_device, memory_metrics
 from eval import EvalSet, Sampling, evaluate, load_sets
 from history import PromptHistory
 from infra import checkpoint, checks, dist, runfolder
 from infra.checkpoint import Checkpoints, find_newest, how_to_go_on, save_plainly
 from infra.choices import list_choices, longest_sampled, resolve_auto, settings_to_save
 from infra.copies import files_of
+from infra.device import engine_spec, find_device, memory_metrics
 from infra.export import prompted_files
 from infra.rows import all_have_answers
 from infra.runfolder import Resume

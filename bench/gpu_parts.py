@@ -29,11 +29,11 @@ from torch import Tensor
 from torch.autograd import DeviceType
 
 import config
-import device as hardware
 import rollout_vllm
 import train
 from collect import Sampler
 from history import PromptHistory
+from infra import device as hardware
 from infra import dist, runfolder
 from infra.choices import resolve_auto
 from infra.weights import read_shape

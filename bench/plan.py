@@ -13,7 +13,7 @@ from common import listed, parser, print_json, show
 from torch import device
 
 import config
-from device import Machine
+from infra.device import Machine
 from leaves.fit import fit
 
 LIMIT = 0.95

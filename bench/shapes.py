@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from device import choose_backend, parameters
 from infra import dist
+from infra.device import choose_backend, parameters
 from infra.weights import Shape, read_shape
 from leaves.fit import counts
 from leaves.lora.settings import Lora

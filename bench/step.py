@@ -32,11 +32,11 @@ from shapes import ask, engine_spec, random_model, write_config
 
 import config
 import data
-import device as hardware
 import train
 from advantage import advantage
 from collect import Sampler, Selection, choose
 from history import PromptHistory
+from infra import device as hardware
 from infra import dist
 from infra.choices import resolve_auto
 from learner import Learner

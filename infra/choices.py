@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from config import Config, flatten, with_value
-from device import Machine, choose_backend, find_device, list_backends
 from infra import dist
+from infra.device import Machine, choose_backend, find_device, list_backends
 from infra.rows import NAMED_SETS
 from infra.weights import Shape, read_shape
 from records import frozen

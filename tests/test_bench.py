@@ -16,9 +16,9 @@ import torch
 from conftest import ROOT
 
 import config
-import device as hardware
 from advantage import flat_groups
 from config import ConfigError
+from infra import device as hardware
 from leaves.fit.test_memory import small
 from leaves.lora import join as lora
 from leaves.lora.settings import Lora

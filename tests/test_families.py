@@ -12,7 +12,7 @@ from test_invariance import assert_same, change, gradient, on_ranks
 from test_rollout import spec, trainer_logp
 
 from config import ConfigError
-from device import parameters
+from infra.device import parameters
 from infra.export import export
 from infra.families import FAMILIES
 from infra.weights import read_shape

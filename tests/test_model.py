@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import model as decoder
 from config import ConfigError
-from device import choose_backend
+from infra.device import choose_backend
 from infra.export import export
 from records import Segments
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from conftest import TOY, ask, attend_alone, load, nudge, others_slow, toy_config, weights
 from test_rollout import spec
 
-import device as hardware
 import train
 from config import ConfigError
+from infra import device as hardware
 from infra import runfolder
 from model import Projection, RoundedProduct
 from rollout import TorchEngine

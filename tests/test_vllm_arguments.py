@@ -14,11 +14,11 @@ import torch
 from conftest import PUBLISHED, ROOT, TOY, ask, toy_config
 
 import config
-import device as hardware
 import eval as evaluation
 import rollout_vllm
 import train
 from config import ConfigError
+from infra import device as hardware
 from infra import dist, results, runfolder
 from leaves.fit import fit, memory
 from leaves.fit.test_memory import GIB, gpu

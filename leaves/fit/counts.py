@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from config import Config, has_reference
-from device import Parts, block_weights, engine_parts, parameters, table_weights
 from infra.choices import longest_sampled
+from infra.device import Parts, block_weights, engine_parts, parameters, table_weights
 from infra.weights import Shape
 from records import frozen
 from rollout_vllm import PREFILL_TOKENS

@@ -18,9 +18,9 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
 from config import Config, ConfigError, build
-from device import USABLE_SHARE, Machine, Parts, find_device, parameters
 from infra import dist
 from infra.choices import list_choices
+from infra.device import USABLE_SHARE, Machine, Parts, find_device, parameters
 from infra.families import Shape, shape_of
 from infra.terminal import CARDS
 from infra.weights import read_shape

@@ -7,10 +7,10 @@ from itertools import accumulate
 import torch
 
 from config import Config, ConfigError
-from device import USABLE_SHARE, fullest, total_bytes, used_bytes
 from infra import dist
 from infra.checks import Check, Ready
 from infra.choices import row_range, with_rows
+from infra.device import USABLE_SHARE, fullest, total_bytes, used_bytes
 from infra.signals import SAVE_MEMORY
 from learner import Learner, checkpoint_roles
 from leaves.fit.counts import held_parts, planned_lengths, sampling_parts, update_bytes

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 
 from config import Config, ConfigError, with_value
-from device import USABLE_SHARE, Machine, slots_that_fit
 from infra.choices import (
     ENOUGH_TOKENS,
     Choice,
@@ -17,6 +16,7 @@ from infra.choices import (
     sequences_asked,
     with_rows,
 )
+from infra.device import USABLE_SHARE, Machine, slots_that_fit
 from infra.weights import Shape
 from leaves.fit.counts import phases, planned_share, rollout_parts, update_bytes
 from model import BLOCK_CALLS

@@ -10,7 +10,7 @@ from conftest import ROOT, SHIPPED, TOY
 from test_train import main
 
 import config
-from device import Machine, parameters
+from infra.device import Machine, parameters
 from leaves.fit import fit
 
 sys.path.append(str(ROOT / "bench"))  # behind the root: some of its files have names of ours

@@ -11,10 +11,10 @@ from conftest import PUBLISHED, ROOT, TOY
 from test_invariance import on_ranks
 
 import config
-import device as hardware
-from device import Machine
 from infra import choices, dist
+from infra import device as hardware
 from infra.choices import resolve_auto
+from infra.device import Machine
 from infra.weights import read_shape
 from leaves.fit import counts, fit, memory
 from leaves.fit.counts import Pass
