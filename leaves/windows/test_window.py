@@ -172,7 +172,7 @@ def test_prefill_in_runs_is_prefill_at_once(monkeypatch):
     import rollout
     model = load(TOY, torch.float64)
     prompts = [(5, 6, 7), (5, 6, 7), (8,) * 9, (4,) * 30, (3, 2)]
-    placed = [rollout.Asked(0, row, ids, ()) for ids, row in (
+    placed = [rollout.Asked(0, row, ids) for ids, row in (
         ((5, 6, 7), 4), ((8,) * 9, 2), ((4,) * 30, 1), ((3, 2), 0))]
     assert rollout.group_by_size(placed) == [[placed[3], placed[0], placed[1], placed[2]]]
 
