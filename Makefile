@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv/bin
 
 .PHONY: demo test test-verify test-fork test-slow test-long test-vllm test-gpu test-peers test-page lint toy compare court real \
-	gpu-hour bench-peers requirements
+	gpu-hour bench-peers requirements eval.pyz
 
 demo: .venv/run      ## train the toy model with CPPO, print accuracy before and after, and write the report
 	out=runs/demo_$$(date +%Y%m%d_%H%M%S) && $(VENV)/python train.py --config cppo_toy.yaml --set out=$$out && \
@@ -31,7 +31,8 @@ test-fork: .venv/dev ## both recipes of docs/fork.md applied to a copy, then the
 # What CI runs of the slow tests: forks, checkpoints, stops, memory, groups in flight, the court's methods, and two killed
 # runs. The others of the court take four minutes of CPU.
 SLOW := tests/test_recipes.py tests/test_notebook.py tests/test_checkpoint.py tests/test_stop.py tests/test_out_of_memory.py \
-	tests/test_every_day.py leaves/windows/test_flight.py tests/test_toy.py leaves/fit/test_memory.py \
+	tests/test_every_day.py tests/test_lost.py tests/test_own_task.py tests/test_toy.py leaves/windows/test_flight.py \
+	leaves/fit/test_memory.py \
 	tests/test_court.py --deselect tests/test_court.py::test_two_ranks_draw_and_decide_as_one \
 	--deselect tests/test_court.py::test_the_method_of_the_page_comes_to_a_verdict_and_a_changed_one_begins_anew
 
@@ -93,6 +94,9 @@ court: .venv/run     ## twelve claims of 2025 and 2026 on one testbed, of runs k
 
 bench-peers: .venv/peers ## seconds of a step beside TRL's GRPOTrainer, phase by phase
 	$(VENV)/python bench/peers.py
+
+eval.pyz: .venv/run  ## eval.py and all that it needs of ours in one file, which evaluates in any folder
+	$(VENV)/python -m infra.archive $@
 
 toy: .venv/run       ## rebuild toy/: problems, tokenizer and pre-trained models
 	$(VENV)/python toy/problems.py

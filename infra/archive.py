@@ -17,7 +17,8 @@ from settings.paths import REPOSITORY
 
 # Beside what is imported by name: the verifier is known by the hash of all its files (results.py), configs by
 # the settings of all leaves.
-WHOLE = ("verify/*.py", "leaves/*/settings.py", "infra/families.yaml", "configs/eval/*.yaml", "LICENSE")
+WHOLE = ("verify/*.py", "leaves/*/settings.py", "leaves/own_rewards/calls.py", "infra/families.yaml",
+         "configs/eval/*.yaml", "LICENSE")
 HOOKS = {"tokenizer", "task", "weights", "engine", "head"}  # of leaves, which an evaluation goes through
 
 

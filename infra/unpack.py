@@ -37,8 +37,9 @@ def main() -> None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "winnow")
         folder = unpack(archive, cache)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-        sys.exit(f"error: {archive.name} cannot unpack itself: {error}; set XDG_CACHE_HOME to a folder that "
-                 "can be written")
+        print(f"error: {archive.name} cannot unpack itself: {error}; set XDG_CACHE_HOME to a folder that can "
+              "be written", file=sys.stderr)
+        sys.exit(2)
     os.execv(sys.executable, [sys.executable, str(folder / "eval.py"), *sys.argv[1:]])
 
 

@@ -195,6 +195,7 @@ def finite(folder) -> list[dict]:
     return [line for line in lines if "time/step" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [
     ("rollout.prompts_per_step=1", "data.limit=3", "steps=8", "prune.completions={kind: pps, keep: 1}",
      "prune.prompts={kind: bernoulli, drop_prob: 0.9}", "seed=6"),

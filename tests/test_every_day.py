@@ -101,7 +101,8 @@ def test_a_run_that_came_and_went_while_models_were_loaded_is_not_written_over(t
     assert len(runfolder.read_log(tmp_path / "run" / "metrics.jsonl")) == 2
 
 
-@pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["finished", "stopped"])
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [False, True], ids=["finished", "stopped"])
 def test_a_run_goes_on_for_longer_and_is_the_longer_run(stopped, tmp_path, command, monkeypatch, capsys):
     """With other settings of evaluation, checkpoints and log besides, none of which changes a step."""
     whole = toy_config(tmp_path / "whole", "steps=3", "optim.warmup_steps=3", *SHORT)
@@ -245,7 +246,8 @@ def save_policy(folder: Path, size: float, *settings: str) -> None:
     export(model, TOY, folder / "hf")
 
 
-@pytest.mark.parametrize("settings", [["model.lora.rank=2"], pytest.param([], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [["model.lora.rank=2"], []], ids=str)
 def test_eval_takes_a_checkpoint_of_any_number_of_ranks(settings, tmp_path, command, capsys):
     """Its answers are those of the exported model, and a result names the weights by their hash."""
     (tmp_path / "few.jsonl").write_text("".join((ROOT / "toy" / "test.jsonl").read_text().splitlines(True)[:6]))
@@ -372,6 +374,7 @@ def test_a_pattern_of_models_is_evaluated_one_by_one(tmp_path, monkeypatch, comm
 
 # ---- evaluation sets
 
+@pytest.mark.slow
 def test_a_run_without_a_set_to_evaluate_on(tmp_path, command, capsys):
     report = pytest.importorskip("report")
     yaml = written(toy_config(tmp_path / "run", "steps=1", "eval.every=1", *SHORT))

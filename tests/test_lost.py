@@ -132,6 +132,7 @@ def test_a_log_that_is_not_as_the_checkpoint_knows_it_is_named_and_stays(name, d
     assert left == {p.name: p.read_bytes() for p in run.iterdir() if p.is_file() and p.name != "lock"}
 
 
+@pytest.mark.slow
 def test_an_earlier_checkpoint_goes_on_from_the_logs_that_are_left(run):
     without(run / "metrics.jsonl", lambda line: line["step"] > 2)
     (run / "checkpoints" / "latest").write_text("step_000002")
@@ -179,6 +180,7 @@ def test_a_copy_that_does_not_say_which_run_it_is_changes_neither(original, tmp_
     assert steps(fork)[-1] == 6
 
 
+@pytest.mark.slow
 def test_a_run_that_was_moved_goes_on_in_itself(run, command):
     moved, link = run.with_name("moved"), run.with_name("link")
     run.rename(moved)

@@ -52,6 +52,7 @@ def test_so_does_the_critics(where, tiny, tmp_path):
         fit(learner, rolled_out())
 
 
+@pytest.mark.slow
 def test_a_run_out_of_memory_ends_with_status_2_and_a_whole_checkpoint(tmp_path, monkeypatch, capsys):
     """Memory runs out in the second step."""
     cfg = toy_config(tmp_path / "run", "steps=3", "checkpoint.every=1", *ALL, "rollout.prompts_per_step=8", *SHORT)

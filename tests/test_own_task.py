@@ -202,6 +202,7 @@ def test_a_template_that_cannot_be_read_is_one_error(tmp_path):
             data.Tokenizer(TOY, asking(chat_template=str(tmp_path / name)))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_template_that_it_began_with(tmp_path, monkeypatch):
     """Wherever it lies now; the model exported from a checkpoint has it too."""
     template = tmp_path / "own.jinja"
@@ -440,6 +441,7 @@ def test_a_base_model_trains_and_evaluates_on_questions_without_answers(tmp_path
     assert "cost to reach a reward of 0.010" in (tmp_path / "level" / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_accuracy_stays_beside_the_reward_where_there_are_answers(tmp_path, capsys):
     """CPPO's reward on GSM8K gives accuracy no weight, and its papers' figures are accuracies."""
     report = pytest.importorskip("report")

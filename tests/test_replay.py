@@ -108,6 +108,7 @@ def test_a_step_done_again_has_the_gradient_that_was_logged_bit_for_bit(name, ru
     assert name != "rounds" or any(len(line["rounds"]) > 1 for line in decided)
 
 
+@pytest.mark.slow
 def test_what_another_pruning_would_have_done_is_what_it_does(run_of, tmp_path, capsys):
     """The first step of a run with that pruning: the same rollouts, so its logged norm is the one told here. And of
     the full batch."""
@@ -125,7 +126,8 @@ def test_what_another_pruning_would_have_done_is_what_it_does(run_of, tmp_path, 
     assert row(text, "--set")[2:] == row(text, "full batch")[2:] and row(text, "--set")[3:] == [1, 0]
 
 
-@pytest.mark.parametrize("name", others_slow(["cppo", "dppo"], "cppo"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cppo", "dppo"])
 def test_each_draw_is_one_pass_of_the_training_step(name, run_of, monkeypatch, capsys):
     """Its figures are the mean over them."""
     seen, compare_gradients = [], replay.compare_gradients

@@ -78,8 +78,8 @@ CASES = [("cppo", "rollout"), ("cppo", "evaluation"), ("greso", "rollout"), ("tp
          ("prompt_history", "rollout")]
 
 
-@pytest.mark.parametrize(("name", "what"), [
-    pytest.param(*case, marks=() if case == CASES[0] else pytest.mark.slow) for case in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "what"), CASES)
 def test_samples_under_way_are_dropped_and_the_run_that_goes_on_is_the_same(name, what, tmp_path):
     """Bit for bit, and so are its logs: what had been drawn and learned for the step that was cut off is forgotten."""
     base = f"{name}_toy.yaml" if name in ("tppo", "depo", "prompt_history") else "cppo_toy.yaml"

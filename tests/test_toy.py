@@ -10,7 +10,7 @@ import lookup
 import pytest
 import secret_sums
 import talk
-from conftest import ROOT, TOY, others_slow
+from conftest import ROOT, TOY
 from problems import write
 from test_invariance import trained_unchecked
 
@@ -82,7 +82,8 @@ def test_guesses_get_hints_and_few_are_worth_more():
     assert [guess.found(text, row) for text in texts] == [1, 1, 1, 0, 0]
 
 
-@pytest.mark.parametrize("name", others_slow(["calculator", "secret_sums", "lookup", "guess"], "guess"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["calculator", "secret_sums", "lookup", "guess"])
 def test_a_task_with_an_environment_trains(name, tmp_path):
     trained_unchecked(config.load(f"{name}_toy.yaml", [
         f"out={tmp_path / 'run'}", "steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval.limit=2"]))

@@ -100,6 +100,7 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(name, tmp_path, monkeypatch):
         assert (tmp_path / "cut" / log).read_text() == (tmp_path / "whole" / log).read_text()
 
 
+@pytest.mark.slow
 def test_what_was_left_to_auto_is_printed_written_down_saved_and_taken_again(tmp_path, monkeypatch, capsys):
     """On a machine whose memory had room for 3 slots, and where blocks had to be recomputed; then on this one."""
     memory = pytest.importorskip("leaves.fit.memory")

@@ -212,6 +212,7 @@ def test_equal_rewards_leave_no_variance_to_explain(tiny, tmp_path):
     assert "critic/explained_variance" not in fit(set_up(tiny, tmp_path / "run"), rolled)
 
 
+@pytest.mark.slow
 def test_pretraining_leaves_the_policy(tmp_path):
     """The policy's rate warms up from the first step in which it learns."""
     cfg = toy_config(tmp_path / "run", "steps=3", "critic.pretrain_steps=1", "optim.warmup_steps=2",

@@ -286,6 +286,7 @@ def test_check_and_a_run_say_what_is_wrong_with_a_file_before_a_model_is_loaded(
             run(small(tmp_path, path))
 
 
+@pytest.mark.slow
 def test_what_a_reward_function_prints_goes_to_stderr(tmp_path):
     path = file_of(tmp_path, "print('loaded')\ndef reward(text):\n    print('called')\n    return 0.5")
     call = f"[('a', Prompt('0', (1,), ''), 1)], 10, Reward(accuracy=0, custom=1, custom_file={path!r}), False"

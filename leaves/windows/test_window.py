@@ -28,6 +28,7 @@ def windowed(out, *settings: str) -> config.Config:
     return toy_config(out, *ALONE, *settings, name="tppo_toy.yaml")
 
 
+@pytest.mark.slow
 def test_every_token_is_trained_once_by_the_policy_and_by_the_critic_when_the_completion_is_done(tmp_path, monkeypatch):
     """Over 5 steps in which the policy changes, by the rows that the two models are given."""
     trained, learnt, true = {}, {}, learner.build_row
@@ -171,7 +172,7 @@ def test_prefill_in_runs_is_prefill_at_once(monkeypatch):
     import rollout
     model = load(TOY, torch.float64)
     prompts = [(5, 6, 7), (5, 6, 7), (8,) * 9, (4,) * 30, (3, 2)]
-    placed = [rollout.Asked(0, row, ids, ()) for ids, row in (
+    placed = [rollout.Asked(0, row, ids) for ids, row in (
         ((5, 6, 7), 4), ((8,) * 9, 2), ((4,) * 30, 1), ((3, 2), 0))]
     assert rollout.group_by_size(placed) == [[placed[3], placed[0], placed[1], placed[2]]]
 

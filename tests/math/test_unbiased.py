@@ -47,8 +47,7 @@ def test_the_mean_is_the_full_gradient_whatever_the_advantage_and_the_trust_regi
 
 
 @pytest.mark.parametrize(("settings", "normalize", "order"), [
-    (HALF, "sequence", None), (Pps(keep=2), "sequence", None), (Pps(keep=2), "token", 1),
-    (Pps(keep=2, scope="batch"), "sequence", None), (Pps(keep=2, scope="batch", size="adv"), "constant", 0),
+    (HALF, "sequence", None), (Pps(keep=2), "token", 1), (Pps(keep=2, scope="batch", size="adv"), "constant", 0),
     (Pps(keep=2, scope="batch", by_cost=True), "token", None), (Pps(keep=2, scope="batch", by_cost=True), "token", 2)])
 def test_the_mean_over_all_outcomes_is_the_full_gradient(settings, normalize, order, tiny, tmp_path):
     step = Step(tiny, tmp_path / "run", f"loss.normalize={normalize}")
