@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import field, fields, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -97,6 +98,7 @@ class Sample:
 
     pending = False        # it has no reward yet: it, or another one of its group, goes on in the next step
     fresh_from = 0         # place of the first token that this step has sampled
+    scored: ClassVar = slice(None)  # the places in `ids` of the tokens that this step trains on
 
     def __post_init__(self):
         # Flat, as they travel and are packed: lists of Python's numbers take five times the room and time.
@@ -110,35 +112,14 @@ class Sample:
     def length(self) -> int:
         return len(self.ids)
 
-    @property
-    def own(self) -> int:
-        """Count the tokens of the policy."""
-        return len(self.ids)
-
-    @property
-    def end(self) -> int:
-        """Return the place behind the policy's last token."""
-        return len(self.ids)
+    # Tokens of the policy: all, those that this step trains on, those that it has sampled; and the place
+    # behind the last of them.
+    own = trained = fresh = end = length
 
     @property
     def turns(self) -> list[tuple[int, int]]:
         """List the places in `ids`, from and to, of the policy's turns, by turns with others' replies."""
         return [(0, len(self.ids))]
-
-    @property
-    def scored(self) -> slice | np.ndarray:
-        """Return the places in `ids` of the tokens that this step trains on."""
-        return slice(None)
-
-    @property
-    def trained(self) -> int:
-        """Count the tokens that this step trains on."""
-        return len(self.ids)
-
-    @property
-    def fresh(self) -> int:
-        """Count the policy's tokens that this step has sampled."""
-        return len(self.ids)
 
     @property
     def whole(self) -> "Sample":

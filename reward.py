@@ -138,8 +138,8 @@ def score(
     """
     texts = [until_end(text) for text, _, _ in completions]
     # The user's functions and the verifier work in other processes: all calls start before one is awaited.
-    own, calls = own_rewards(cfg), [None] * len(completions)
-    if own:
+    calls = [None] * len(completions)
+    if own := cfg.custom_file and own_rewards(cfg):
         file = own.RewardFile.of(cfg)
         for i, (_, problem, tokens) in enumerate(completions):
             calls[i] = own.start_call(file, problem, texts[i], tokens)

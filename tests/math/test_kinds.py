@@ -26,16 +26,13 @@ REWARD_NG = torch.tensor([[0.5, -1, 2, 0.25], [1, 0, 0, 1], [1, 1, 1, 1], [0, NA
 
 
 def test_every_kind_of_the_config_has_its_function():
-    """But for those of a file of their own in methods/."""
     assert set(COMPLETIONS) == set(PRUNERS) and set(TRUST) == set(BOUNDS)
-    assert set(ESTIMATORS) <= set(ADVANTAGES) and set(prune.PROMPTS) | prune.REFILLING <= set(PROMPTS)
+    assert set(ESTIMATORS) == set(ADVANTAGES) and set(prune.PROMPTS) == set(PROMPTS)
 
 
 @pytest.mark.house
 def test_the_kinds_that_are_shipped():
-    assert {*ADVANTAGES} - {*ESTIMATORS} == {"soft_value"} and {*PROMPTS} - {*prune.PROMPTS} == {"depo"}
-    assert set(ESTIMATORS) == {"group_norm", "centred", "leave_one_out", "shrinkage", "decoupled", "gae",
-                               "preference", "group_preference"}
+    assert set(ESTIMATORS) == {"group_norm", "centred", "leave_one_out", "shrinkage", "decoupled"}
     assert set(COMPLETIONS) == {"none", "topk", "bottom", "bernoulli", "pps", "pods", "variance"}
     assert set(prune.PROMPTS) == {"none", "bernoulli", "rank", "pps", "greso"}
     assert set(TRUST) == {"clip", "clip_sequence", "clamp", "total_variation", "binary_kl", "none"}
