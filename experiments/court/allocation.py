@@ -12,7 +12,7 @@ Rules for n_q, up to a common factor, with a prompt's pass rate p and mean lengt
 The factor is such that a step is expected to cost as many tokens as with rollout.group_size completions each.
 A prompt without a history gets rollout.group_size.
 
-Every completion is a group of its own, as in methods/window.py; its draw weighs (mean n) / n_q, so that the
+Every completion is a group of its own, as in leaves/windows; its draw weighs (mean n) / n_q, so that the
 loss is a mean over prompts of means over n_q. The baseline is the mean of the prompt's other copies. n_q is
 known before the step, so with loss.normalize=sum the gradient is unbiased for every rule.
 """

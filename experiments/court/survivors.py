@@ -23,6 +23,7 @@ class Survivors:
 class Drawn(Sample):
     """A completion that went on with probability `prob`."""
 
+    pending: bool = False  # aborted without a reward
     prob: float = 1.0
     weight: float = 1.0
     aborted: bool = False
