@@ -160,7 +160,7 @@ def run(part: str, shape: str, out: Path, missing: list[str]) -> None:
         shutil.copytree(ROOT / "toy" / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
         if shape:
             write_config(shape, folder)
-            for module in ("infra.models", "leaves.lora.join"):  # all else is as in training
+            for module in ("policy", "leaves.lora.join"):  # all else is as in training
                 stack.enter_context(patch(f"{module}.load_weights", draw_weights))
         try:
             FUNCTIONS[part.removeprefix("vllm_")](Bench(part, shape, out, device, folder, missing))

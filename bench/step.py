@@ -39,10 +39,10 @@ from history import PromptHistory
 from infra import device as hardware
 from infra import dist
 from infra.choices import resolve_auto
-from infra.models import Weights
 from learner import Learner
 from metrics import Clock
 from pack import Minibatch, layout, pack
+from policy import Weights
 from records import Batch, EngineSpec, Group, Prompt, PromptDraw, Rolled, Sample
 from rollout import start_engine
 from rollout_vllm import engine_options, undisturbed
