@@ -12,7 +12,6 @@ from dataclasses import field
 from pathlib import Path
 
 from infra.rows import (
-    NAMED_SETS,
     READERS,
     Columns,
     columns_of,
@@ -20,7 +19,6 @@ from infra.rows import (
     find_file,
     messages_of,
     missing_column,
-    read_named,
     spelled,
     with_letters,
 )
@@ -42,15 +40,22 @@ NO_ANSWER = "; without answers give weight to reward.boxed, format, overlong or 
 
 def load_problems(name: str, folder: str | None = None, training: bool = False,
                   columns: Columns | None = None, answers: bool = True) -> list[Problem]:
-    """Load a file of READERS, a named set (NAMED_SETS), or a hub name "user/set:config:split".
+    """Load a file of READERS, a named set (infra/named_sets.py), or a hub name "user/set:config:split".
 
     `folder` (data.dir) holds the files of named sets; without it they come from the hub. `columns` is
     data.columns, which named sets ignore; with `answers` every row must have one. `training` leaves out rows
     that are marked as doubtful (DOUBTFUL_ROWS). Stderr has their number, and a named set's unexpected size.
     Raises ConfigError with file and line for a malformed row, and for ids that repeat.
     """
-    columns = columns if columns and name not in NAMED_SETS else {}
-    path = find_file(name, folder)
+    columns, size = columns or {}, None
+    if Path(name).suffix in READERS:
+        path = find_file(name)
+    else:
+        from infra.named_sets import NAMED_SETS, find_named, read_named
+
+        path = find_named(name, folder)
+        if name in NAMED_SETS:
+            columns, size = {}, NAMED_SETS[name][0]
     if path:
         rows = try_first(path, lambda: list(READERS[path.suffix](path)),
                          seconds=SECONDS + path.stat().st_size / 1e6)
@@ -60,8 +65,8 @@ def load_problems(name: str, folder: str | None = None, training: bool = False,
         rows = drop_unanswered(rows, name, columns)
     stem = (path or Path(name)).stem
     rows = [(f"{stem}/{i}", place, row) for i, (place, row) in enumerate(rows)]
-    if name in NAMED_SETS and len(rows) != NAMED_SETS[name][0]:
-        print(f"{name} holds {len(rows)} problems here, not {NAMED_SETS[name][0]}", file=sys.stderr)
+    if size not in (None, len(rows)):
+        print(f"{name} holds {len(rows)} problems here, not {size}", file=sys.stderr)
     if training:
         for mark, why in DOUBTFUL_ROWS.items():
             count = len(rows)

@@ -31,7 +31,7 @@ import torch
 import config
 from config import Config, Data, Reward
 from data import Task, load_problems, to_prompts
-from infra import copies, dist
+from infra import dist
 from infra.device import engine_spec, find_device, fit_engine
 from infra.figures import require_sizes, results_table, summarise
 from infra.rows import all_have_answers
@@ -224,6 +224,17 @@ def load_policy(path: str, folder: Path, dtype: torch.dtype) -> Decoder:
     return load_policy(path, folder, dtype)
 
 
+def name_changed_files(cfg: Config, names: list[str], tokenizer: Tokenizer) -> None:
+    """Print which files of the user's are not the ones that a run began with, if a config is a run's."""
+    folders = [user_path(name).parent for name in names]
+    runs = [folder for folder in folders if (folder / "env.json").is_file()]
+    if runs:
+        from infra.copies import files_of, find_changed
+
+        for line in find_changed(runs, files_of(cfg.reward, tokenizer)):
+            print(line, file=sys.stderr)
+
+
 def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, engines: Engines) -> dict:
     """Evaluate the model of a config; responses that `out` holds already are not sampled again."""
     device = dist.init(find_device(cfg.device))
@@ -235,9 +246,7 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, engi
 
         own_rewards(cfg.reward).try_functions(cfg.reward, *(s.problems for s in sets if s.reward))
     leaves.through("task", cfg, Task(folder, tokenizer, sets=sets))
-    texts = copies.files_of(cfg.reward, tokenizer)
-    for name in args.config:
-        copies.name_changed_files(user_path(name).parent, texts)
+    name_changed_files(cfg, args.config, tokenizer)
     lengths = [len(prompt.ids) for s in sets for prompt in s.prompts]
     longest = cfg.own_longest or max(lengths) + cfg.eval.max_new_tokens
     check_positions(folder, longest, "the prompts and eval.max_new_tokens (or environment.max_context)")

@@ -46,7 +46,8 @@ from infra.device import engine_spec, find_device, memory_metrics
 from infra.export import prompted_files
 from infra.rows import all_have_answers
 from infra.runfolder import Resume
-from infra.signals import Stop, Stopped, asked_to_stop, exit_status, stop_engine
+from infra.signals import exit_status
+from infra.stopping import Stop, Stopped, asked_to_stop, stop_engine
 from infra.stored import once_a_node
 from infra.tokenizer import Tokenizer
 from infra.weights import check_positions, find_model

@@ -13,7 +13,7 @@ import tempfile
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 import torch
 from common import ROOT, append, cell, timed
 from shapes import PEAKS, ask, draw_weights, engine_spec, flop, pass_seconds, predict_sync, write_config
-from step import seconds_of, take_step
+from step import seconds_of, take_step, weights_of
 from torch import Tensor
 from torch.autograd import DeviceType
 
@@ -133,7 +133,7 @@ class Bench:
         return cfg
 
     def learner(self, cfg: config.Config) -> Learner:
-        return build_learner(cfg, self.folder, self.device)
+        return build_learner(cfg, self.folder, self.device, weights_of(cfg))
 
     def forget_peak(self) -> None:
         if self.cuda:
@@ -154,16 +154,16 @@ class Bench:
 
 def run(part: str, shape: str, out: Path, missing: list[str]) -> None:
     """Do one part."""
-    device, weights = dist.init(hardware.find_device("auto")), nullcontext()
-    with tempfile.TemporaryDirectory() as temporary:
+    device = dist.init(hardware.find_device("auto"))
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         folder = Path(temporary) / "model"
         shutil.copytree(ROOT / "toy" / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
         if shape:
             write_config(shape, folder)
-            weights = patch("lora.load_weights", draw_weights)  # all else is as in training
+            for module in ("policy", "leaves.lora.join"):  # all else is as in training
+                stack.enter_context(patch(f"{module}.load_weights", draw_weights))
         try:
-            with weights:
-                FUNCTIONS[part.removeprefix("vllm_")](Bench(part, shape, out, device, folder, missing))
+            FUNCTIONS[part.removeprefix("vllm_")](Bench(part, shape, out, device, folder, missing))
         finally:
             dist.close()
 
@@ -309,7 +309,7 @@ def check(bench: Bench, *changes: str) -> None:
                                         f"device={bench.device.type}", *changes])
     task = train.load_task(cfg)
     cfg = resolve_auto(cfg, task.source)
-    for result in preflight.run_checks(cfg, *train.load_models(cfg, task), task):
+    for result in preflight.run_checks(cfg, *train.load_models(cfg, task, weights_of(cfg)), task):
         bench.add(result.name, passed=result.passed, figures=result.figures,
                   **failure({result.remedy: not result.passed}))
 
@@ -361,8 +361,9 @@ def updates(bench: Bench) -> None:
     norms: dict[tuple[int, int | None], float] = {}
 
     def measure(keep: int, recomputed: str, compiled: bool, rank: int | None) -> dict:
-        cfg = bench.settings(f"model.checkpoint_blocks={recomputed}", f"model.lora.rank={rank or 'null'}",
-                             f"model.compile={str(compiled).lower()}")
+        adapted = [f"model.lora.rank={rank}"] if rank else []
+        cfg = bench.settings(f"model.checkpoint_blocks={recomputed}",
+                             f"model.compile={str(compiled).lower()}", *adapted)
         figures = one_update(bench, cfg, keep)
         norm = figures["gradient norm"]
         expected = norms.setdefault((keep, rank), norm)  # of the first way that keeps so many
@@ -393,7 +394,8 @@ def one_update(bench: Bench, cfg: config.Config, keep: int) -> dict:
     counted = counts.update_bytes(longest, learner.policy.shape, dist.world_size())
     tokens = measured[0]["pack/tokens"]
     return {"rows": len(rows), "tokens": tokens, "first s": first, "seconds": seconds,
-            "passes predicted s": pass_seconds(learner.policy, cfg.model.lora, segments, scored, bench.name),
+            "passes predicted s": pass_seconds(
+                learner.policy, counts.adapter(cfg), segments, scored, bench.name),
             "tokens/s": tokens / median(seconds),
             **bench.speed(flop(learner.policy, segments, scored), median(seconds)),
             "GiB": bench.peak_gib(), "GiB counted": counted / GIB,
@@ -437,10 +439,10 @@ def step(bench: Bench) -> None:
             for name in ("grpo_toy.yaml", "cppo_toy.yaml", ["pps_gsm8k.yaml", "toy.yaml"], "lora_toy.yaml")]
     task = train.load_task(cfgs[0])
     task.tokenizer.eos_ids = frozenset()
-    learner, engine = train.load_models(cfgs[0], task)
+    learner, engine = train.load_models(cfgs[0], task, weights_of(cfgs[0]))
     engine.sync(learner.policy)
     for cfg in cfgs:
-        if cfg.model.lora.rank is not None:
+        if counts.adapter(cfg).rank is not None:
             learner = with_loss = None  # makes room
             learner = bench.learner(cfg)
             engine.sync(learner.policy)
@@ -461,7 +463,7 @@ def step(bench: Bench) -> None:
 def rollout(bench: Bench) -> None:
     """Time an engine's sleep and the sync after it, and the tokens that it samples by the slots filled."""
     size, cfg = bench.sizes, bench.settings()
-    policy, new = load_sharded(cfg, bench.folder, bench.device, HALF), size.new // 2
+    policy, new = load_sharded(cfg, bench.folder, bench.device, HALF, weights_of(cfg)), size.new // 2
     spec = engine_spec(bench.folder, bench.device, max(size.slots), size.prompt + new)
     engine = start_engine(bench.engine, replace(spec, sleeps=True))
     engine.sync(policy)

@@ -42,9 +42,11 @@ from infra.choices import resolve_auto
 from learner import Learner
 from metrics import Clock
 from pack import Minibatch, layout, pack
+from policy import Weights
 from records import Batch, EngineSpec, Group, Prompt, PromptDraw, Rolled, Sample
 from rollout import start_engine
 from rollout_vllm import engine_options, undisturbed
+from settings import leaves
 from update import update
 
 CAPACITY, G, NEW = 16_384, 16, 64
@@ -57,9 +59,14 @@ PLAIN_CACHE = 2**31  # bytes of vLLM's keys and values, as it is installed
 
 # ---- whole steps
 
+def weights_of(cfg: config.Config) -> Weights:
+    """Choose how models come by their weights, as training does: with adapters or without."""
+    return leaves.through("weights", cfg, Weights())
+
+
 def prepare(cfg: config.Config, task: data.Task, seed: int = 0) -> tuple[Learner, Sampler, PromptHistory]:
     """Load policy, engine and history; `seed` draws the prompts."""
-    learner, engine = train.load_models(resolve_auto(cfg, task.source), task)
+    learner, engine = train.load_models(resolve_auto(cfg, task.source), task, weights_of(cfg))
     engine.sync(learner.policy)
     history = PromptHistory(task.prompts, cfg.prune.prompts, seed, middle=0.5)
     return learner, Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed), history

@@ -40,7 +40,7 @@ from tqdm import tqdm
 import config
 from leaves.page.runs import COSTS, format_value
 from leaves.page.summary import phase_seconds
-from verify.statistics import holm
+from verify.paired import holm
 
 sys.path.append(str(ROOT / "toy"))
 

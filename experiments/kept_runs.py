@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -139,7 +139,7 @@ class Run:
         return json.loads(json.dumps({key: value for key, value in flat.items() if key != "out"}))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # hashed as an object: its curve is computed once
 class Record:
     """What is kept of a run."""
 
@@ -245,6 +245,7 @@ def cpu_share(record: Record) -> float:
     return record.about["cpu_seconds"] / record.about["wall_seconds"]
 
 
+@cache
 def curve(record: Record) -> Curve:
     """Read a run's curve. Seconds are those of its steps on the wall, times the share of CPU seconds."""
     settings = record.about["settings"]

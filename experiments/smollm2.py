@@ -24,7 +24,8 @@ from tqdm import tqdm
 
 import config
 import report
-from verify.statistics import mcnemar, mean, paired_interval, wilson
+from verify.paired import mcnemar, paired_interval
+from verify.statistics import mean, wilson
 
 CONFIG = "experiments/smollm2.yaml"
 METHODS = {

@@ -41,6 +41,7 @@ from advantage import ESTIMATORS  # noqa: E402
 from model import WITH_ENTROPY, Decoder  # noqa: E402
 from prune import COMPLETIONS  # noqa: E402
 from settings import leaves, loader  # noqa: E402
+from settings.kinds import Comparison  # noqa: E402
 
 # A name that a file may define: the section that its kinds are for, the setting, and the table of functions.
 KINDS = {"ADVANTAGES": (config.Config, "advantage", ESTIMATORS),
@@ -115,6 +116,8 @@ def add_kinds(section: type, setting: str, functions: dict[type, Any], table: di
         name = name_of(kind)
         if table.get(name, function) is not function:
             raise config.ConfigError(f"{setting}.kind={name} is there already: give yours another name")
+        if setting == "advantage" and not issubclass(kind, Comparison):
+            raise config.ConfigError(f"{kind.__name__} must be a settings.kinds.Comparison")
         union |= kind
         table[name] = function
     section.__annotations__[field] = union

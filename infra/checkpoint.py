@@ -47,7 +47,7 @@ from infra.digests import (
 )
 from infra.results import differences
 from infra.runfolder import Resume, versions
-from infra.signals import Stopped
+from infra.stopping import Stopped
 from records import Metrics, Prompt
 from settings.loader import SHORT, ConfigError
 from settings.paths import REPOSITORY, user_path

@@ -8,7 +8,7 @@ import torch
 from config import Config, flatten, with_value
 from infra import dist
 from infra.device import Machine, choose_backend, find_device, list_backends
-from infra.rows import NAMED_SETS
+from infra.named_sets import NAMED_SETS
 from infra.weights import Shape, read_shape
 from records import frozen
 from settings import leaves

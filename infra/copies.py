@@ -1,6 +1,6 @@
 """The user's own files that a run depends on, and the copies of them that its folder keeps."""
 
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from config import Reward
@@ -34,8 +34,9 @@ def changed_files(folder: Path, texts: Texts) -> dict[str, Path]:
             if texts[setting] != (copy.read_text() if copy.is_file() else None)}
 
 
-def name_changed_files(run: Path, texts: Texts) -> None:
-    """Print which files of the user's are not the ones that the run of a folder began with."""
-    for setting, copy in changed_files(run, texts).items():
-        if copy.is_file():
-            print(f"the file of {setting} has changed since the run began: it was {copy}", file=sys.stderr)
+def find_changed(runs: list[Path], texts: Texts) -> Iterator[str]:
+    """Yield a line for each file of the user's that is not the one that the run of a folder began with."""
+    for run in runs:
+        for setting, copy in changed_files(run, texts).items():
+            if copy.is_file():
+                yield f"the file of {setting} has changed since the run began: it was {copy}"

@@ -5,7 +5,6 @@ import csv
 import difflib
 import json
 import math
-import random
 import re
 import sys
 from collections.abc import Iterator
@@ -14,33 +13,12 @@ from hashlib import sha256
 from pathlib import Path
 
 from records import Problem
-from settings.loader import ConfigError, in_short, parse_json
+from settings.loader import ConfigError, parse_json
 from settings.paths import REPOSITORY, find_path
 
-# name -> (problems, file in data.dir, hub data set, its configuration, split)
-NAMED_SETS = {
-    "gsm8k_train": (7473, "gsm8k_train.jsonl", "openai/gsm8k", "main", "train"),
-    "gsm8k": (1319, "gsm8k_test.jsonl", "openai/gsm8k", "main", "test"),
-    "math_train": (7500, "math_train.jsonl", "DigitalLearningGmbH/MATH-lighteval", "default", "train"),
-    "math500": (500, "math500.jsonl", "HuggingFaceH4/MATH-500", "default", "test"),
-    "aime24": (30, "aime24.jsonl", "HuggingFaceH4/aime_2024", "default", "train"),
-    "aime25": (30, "aime25.jsonl", "math-ai/aime25", "default", "test"),
-    "aime26": (30, "aime26.jsonl", "MathArena/aime_2026", "default", "train"),
-    "hmmt_feb25": (30, "hmmt_feb25.jsonl", "MathArena/hmmt_feb_2025", "default", "train"),
-    "hmmt_nov25": (30, "hmmt_nov25.jsonl", "MathArena/hmmt_nov_2025", "default", "train"),
-    "hmmt_feb26": (33, "hmmt_feb26.jsonl", "MathArena/hmmt_feb_2026", "default", "train"),
-    "brumo25": (30, "brumo25.jsonl", "MathArena/brumo_2025", "default", "train"),
-    "gpqa_diamond": (198, "gpqa_diamond.jsonl", "Idavidrein/gpqa", "gpqa_diamond", "train"),
-    "amc23": (40, "amc23.jsonl", "math-ai/amc23", "default", "test"),
-    "minerva": (272, "minerva_math.jsonl", "math-ai/minervamath", "default", "test"),
-    # 674 on the hub
-    "olympiad": (675, "olympiadbench.jsonl", "Hothan/OlympiadBench", "OE_TO_maths_en_COMP", "train"),
-}
 Columns = dict[str, str | None]  # data.columns
 Rows = Iterator[tuple[str, dict]]  # each with its place
 LETTERS = "ABCD"
-SUMS = 300  # problems of a generated set
-GENERATED = re.compile(r"sums-\d+")
 # Other names of columns, as in GSM8K and MATH.
 OTHER_NAMES = {
     "question": ("problem", "prompt", "messages", "conversations"),
@@ -97,23 +75,22 @@ def read_csv(path: Path) -> Rows:
             raise ConfigError(f"{path}:{lines.line_num}: not valid CSV ({error})") from None
 
 
-def read_named(name: str) -> Rows:
-    """Yield a place and the row for each row of generated sums, or of a set on the hub, a named one or
-    "user/set:config:split". Raises ConfigError."""
-    if GENERATED.fullmatch(name):
-        yield from generate_sums(name)
-        return
-    import datasets  # slow to import, and needed for names only
+READERS = {".jsonl": read_jsonl, ".csv": read_csv, ".parquet": read_parquet}
 
-    name, config, split = NAMED_SETS[name][2:] if name in NAMED_SETS else name.split(":")
-    try:
-        rows = datasets.load_dataset(name, config, split=split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ConfigError(f"hub data set {name} ({config}, {split}) could not be loaded: "
-                          f"{in_short(error)}. Set data.dir to a folder with the files, or give a "
-                          "path.") from error
-    yield from ((f"{name}: row {i}", row) for i, row in enumerate(rows))
 
+def find_file(name: str | Path) -> Path:
+    """Find the file of a data set. Raises ConfigError."""
+    path = find_path(name)
+    if not path.is_file():
+        from infra.named_sets import CHOICES
+
+        places = dict.fromkeys((Path.cwd(), REPOSITORY))
+        where = "" if path.is_absolute() else f" from {', nor from '.join(map(str, places))}"
+        raise ConfigError(f"data file {path} not found{where}; {CHOICES}")
+    return path
+
+
+# ---- one row
 
 def with_letters(row: object) -> object:
     """Write a row of GPQA as a question with four lettered choices, in an order that its texts decide."""
@@ -130,45 +107,6 @@ def with_letters(row: object) -> object:
         "subject": row.get("High-level domain"),
     }
 
-
-def generate_sums(name: str) -> Rows:
-    """Generate the set "sums-SEED": SUMS problems of 2 to 7 numbers, which no text held before somebody chose
-    the seed. `level` counts the numbers."""
-    draw = random.Random(name)
-    for i in range(SUMS):
-        total, term = 0, draw.randint(2, 99)
-        text, level = f"{term}", 2 + i % 6
-        for _ in range(level - 1):
-            sign, number = draw.choice("+-+-*"), draw.randint(2, 99)
-            text += f" {sign} {number}"
-            if sign == "*":
-                term *= number
-            else:
-                total, term = total + term, number if sign == "+" else -number
-        row = {"question": f"Compute {text}.", "answer": str(total + term), "level": level}
-        yield f"{name}: row {i}", row
-
-
-READERS = {".jsonl": read_jsonl, ".csv": read_csv, ".parquet": read_parquet}
-CHOICES = (f"give a {', '.join(READERS)} file, one of {', '.join(NAMED_SETS)}, sums-SEED for generated sums, "
-           "or a hub name such as openai/gsm8k:main:train")
-
-
-def find_file(name: str, folder: str | None) -> Path | None:
-    """Find the file of a data set; None for a set on the hub. Raises ConfigError if it is neither."""
-    path = find_path(Path(folder, NAMED_SETS[name][1]) if folder and name in NAMED_SETS else name)
-    if path.suffix in READERS and not path.is_file():
-        places = dict.fromkeys((Path.cwd(), REPOSITORY))
-        where = "" if path.is_absolute() else f" from {', nor from '.join(map(str, places))}"
-        raise ConfigError(f"data file {path} not found{where}; {CHOICES}")
-    if path.suffix in READERS:
-        return path
-    if name in NAMED_SETS or GENERATED.fullmatch(name) or (name.count(":") == 2 and "/" in name):
-        return None
-    raise ConfigError(f"data set {name!r} is not known; {CHOICES}")
-
-
-# ---- one row
 
 def columns_of(source: str, rows: list[object], columns: Columns) -> Columns:
     """Keep those columns that some row of a set has. Print the others: our own names are used for them.

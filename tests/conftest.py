@@ -117,7 +117,10 @@ def command(monkeypatch):
 
     def run(program, *words) -> int:
         monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", *map(str, words)])
-        return program.main()
+        try:
+            return program.main()
+        finally:
+            dist.init("cpu")  # programs close the group, which the tests behind this one need
 
     return run
 

@@ -20,7 +20,7 @@ from collect import Sampler, Selection, choose, lacks
 from config import ConfigError
 from infra import checkpoint, dist, runfolder
 from infra.checkpoint import tensors
-from infra.signals import Stopped
+from infra.stopping import Stopped
 from leaves.soft_value import join as soft_value
 from prune import adapt_p
 from records import Prompt, Rolled, Sample

@@ -17,6 +17,7 @@ import config
 import data
 from config import ConfigError
 from history import PromptHistory, epoch_order
+from infra.named_sets import NAMED_SETS
 from leaves.windows.join import Pool
 from records import Problem, Prompt, PromptDraw, Rolled, Sample
 from settings.kinds import AllPrompts, BernoulliPrompts, Greso, LowestRank, Prompts
@@ -334,12 +335,12 @@ SHARED = ROOT.parent / "shared" / "data"
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"no data sets in {SHARED}")
-@pytest.mark.parametrize("name", data.NAMED_SETS)
+@pytest.mark.parametrize("name", NAMED_SETS)
 def test_every_named_set_is_whole(name, capsys):
-    if not (SHARED / data.NAMED_SETS[name][1]).is_file():
-        pytest.skip(f"no {data.NAMED_SETS[name][1]} in {SHARED}")
+    if not (SHARED / NAMED_SETS[name][1]).is_file():
+        pytest.skip(f"no {NAMED_SETS[name][1]} in {SHARED}")
     problems = data.load_problems(name, str(SHARED))
-    assert len(problems) == data.NAMED_SETS[name][0] and not capsys.readouterr().err
+    assert len(problems) == NAMED_SETS[name][0] and not capsys.readouterr().err
     assert all(p.level in ("1", "2", "3", "4", "5", "none", None) for p in problems)
 
 

@@ -28,7 +28,7 @@ from infra.results import differences
 from leaves.cite import compare, rescore
 from records import Problem, Prompt, Sample
 from rollout import TorchEngine
-from verify import statistics
+from verify import paired
 
 
 def sets(*changes: str) -> list[str]:
@@ -325,7 +325,7 @@ def test_gpqa_is_asked_by_letters(tmp_path):
 
 
 def test_holm_and_flipped_signs_by_hand():
-    assert statistics.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06]) and statistics.holm([]) == []
-    assert statistics.sign_flip(np.array([1.0, 1, 1, 1])) == pytest.approx(2 / 16, abs=0.02)
-    assert statistics.sign_flip(np.array([1.0, -1, 0, 0])) == 1
-    assert statistics.detectable(30, 10**9) == pytest.approx(2.8 * (0.08 / 30) ** 0.5)
+    assert paired.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06]) and paired.holm([]) == []
+    assert paired.sign_flip(np.array([1.0, 1, 1, 1])) == pytest.approx(2 / 16, abs=0.02)
+    assert paired.sign_flip(np.array([1.0, -1, 0, 0])) == 1
+    assert paired.detectable(30, 10**9) == pytest.approx(2.8 * (0.08 / 30) ** 0.5)

@@ -66,6 +66,7 @@ def write_file(gguf, path: Path, weights: dict[str, torch.Tensor]) -> None:
     writer.close()
 
 
+@pytest.mark.slow
 def test_a_converted_folder_holds_the_weights_the_shape_and_the_tokenizer_of_the_file(tmp_path):
     gguf = pytest.importorskip("gguf", reason="needs gguf, of requirements/dev.txt")
     pytest.importorskip("transformers", reason="needs transformers, of requirements/dev.txt")

@@ -18,8 +18,8 @@ import config
 import rollout
 import train
 from config import ConfigError
-from infra import checks, dist, runfolder, signals
-from infra.signals import Stopped
+from infra import checks, dist, runfolder, stopping
+from infra.stopping import Stopped
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -63,7 +63,7 @@ def stopped_in(cfg: config.Config, what: str, nth: int, rank: int) -> tuple[bool
     with (own_signals(), patch.object(train, "start_engine", counted), patch.object(rollout, "sample_tokens", asked),
           patch.object(checks, "before_run", lambda cfg, ready: ready)):
         try:
-            train.train(cfg, stop=signals.Stop())
+            train.train(cfg, stop=stopping.Stop())
         except Stopped:
             return True, since[0]
     return False, since[0]
@@ -133,7 +133,7 @@ def test_what_is_sampled_in_lock_step_comes_to_its_end():
 
     engine.generate = generate
     with own_signals():
-        signals.stop_engine(engine, signals.Stop(), alone=False)
+        stopping.stop_engine(engine, stopping.Stop(), alone=False)
         for count in (1, 2):
             with pytest.raises(Stopped):
                 engine.generate()
@@ -186,16 +186,16 @@ def test_a_signal_that_is_ignored_stays_so():
     """nohup ignores SIGHUP, so that a run goes on when its terminal is closed."""
     with own_signals():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        stop = signals.Stop()
+        stop = stopping.Stop()
         signal.raise_signal(signal.SIGHUP)
         assert not stop.signal
 
 
 def test_a_second_signal_stops_at_once_but_not_torchruns_echo_of_the_first(monkeypatch, capfd):
     now = [0.0]
-    monkeypatch.setattr(signals, "monotonic", lambda: now[0])
+    monkeypatch.setattr(stopping, "monotonic", lambda: now[0])
     with own_signals():
-        stop = signals.Stop()
+        stop = stopping.Stop()
         for number, now[0] in ((signal.SIGINT, 5.0), (signal.SIGTERM, 5.5)):
             signal.raise_signal(number)  # an error, if either raised
         assert stop.signal == signal.SIGINT and "a second signal stops at once" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""Compute rates and their intervals from verdicts, and compare two models.
+"""Compute rates and their intervals from verdicts.
 
 Dimension key:  N problems,  n or K answers to each.
 """
@@ -14,8 +14,6 @@ from verify.spelling import normalise
 
 # Student's t at 97.5% for 1 to 10 degrees of freedom
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-RESAMPLES = 10_000    # of the problems, for the interval of a difference
-SPREAD, SHARED = 0.4, 0.75  # of accuracies over problems: deviation, and correlation of two models
 RIGHT = "\n"          # a vote for the gold answer, which no spelling is
 
 
@@ -92,45 +90,3 @@ def majority(votes: list[str | None]) -> float:
 def majority_at(k: int, votes: list[str | None]) -> float:
     """Average `majority` over the blocks of k votes."""
     return mean(majority(votes[i:i + k]) for i in range(0, len(votes) - k + 1, k))
-
-
-def mcnemar(only_first: int, only_second: int) -> float:
-    """Compute the p-value of McNemar's exact test: the chance of so uneven a split if both are as good."""
-    count = only_first + only_second
-    tail = sum(math.comb(count, i) for i in range(min(only_first, only_second) + 1))
-    return min(1.0, 2 * tail / 2 ** count)
-
-
-def paired_interval(difference_N: np.ndarray) -> tuple[float, float]:
-    """Compute the 95% interval of a mean difference, by a bootstrap over problems with a fixed seed."""
-    draw, N = np.random.default_rng(0), len(difference_N)
-    means = [difference_N[draw.integers(0, N, N)].mean() for _ in range(RESAMPLES)]
-    return tuple(np.percentile(means, (2.5, 97.5)).tolist())
-
-
-def sign_flip(difference_N: np.ndarray) -> float:
-    """Compute the p-value of a mean difference by flipping signs, with a fixed seed: under equal models each
-    problem's difference is as likely as its negative."""
-    draw = np.random.default_rng(0)
-    signs = draw.integers(0, 2, (RESAMPLES, len(difference_N))) * 2 - 1
-    means = np.abs(signs @ difference_N)
-    return float((1 + (means >= abs(difference_N.sum()) - 1e-9).sum()) / (1 + RESAMPLES))
-
-
-def holm(p_values: list[float]) -> list[float]:
-    """Correct p-values of one family by Holm's step-down method."""
-    corrected, largest, count = [0.0] * len(p_values), 0.0, len(p_values)
-    for rank, i in enumerate(sorted(range(count), key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, (count - rank) * p_values[i]))
-        corrected[i] = largest
-    return corrected
-
-
-def detectable(count: int, n: int) -> float:
-    """Compute the difference of two models that N problems show with a power of 80% at 5%, n answers each.
-
-    The accuracies of problems are taken to spread by SPREAD around 1/2 and to go together by SHARED, as those
-    of similar models do; the n answers add p (1 - p) / n.
-    """
-    variance = 2 * SPREAD ** 2 * (1 - SHARED) + 2 * (0.25 - SPREAD ** 2) / n
-    return 2.8 * math.sqrt(variance / count)

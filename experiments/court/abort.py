@@ -6,7 +6,7 @@ All completions are sampled up to `mark` tokens. One that has not ended then goe
 
 h is the prompt's pass rate in its newest rollout, m its length, l the mean log-prob of the completion so
 far. A prompt without a history has P = 1. The draw is a function of seed, epoch, prompt, copy and mark. A
-completion goes on in the same engine, with prompt and tokens so far as the prompt, as in methods/window.py.
+completion goes on in the same engine, with prompt and tokens so far as the prompt, as in leaves/windows.
 
 Ours: a survivor weighs 1 / P under the denominators of all completions, the aborted ones included, and its
 baseline is the mean of the OTHER completions by their weights. P reads nothing behind the mark, so with
@@ -25,7 +25,7 @@ from court.survivors import ADVANTAGES as ADVANTAGES
 from court.survivors import Drawn, column, drawn, keep_drawn, require
 from history import PromptHistory, sample_seed
 from infra.dist import seed_for
-from records import Group, PromptDraw, Request, Sample, join
+from records import Group, PromptDraw, Request, Sample
 from settings.loader import Count, kind, within
 
 
@@ -74,7 +74,7 @@ class AbortSampler:
             longer = [Request(turns[i][0].prompt, seed_for(seeds[i], mark), most - mark, samples[i])
                       for i in places]
             for i, piece in zip(places, self.sampler.complete(longer), strict=True):
-                samples[i] = join(samples[i], piece)
+                samples[i] = samples[i].joined(piece)
         return [Group(draw.prompt, tuple(samples[n * G:(n + 1) * G])) for n, draw in enumerate(draws)]
 
     def decide(self, draw: PromptDraw, seeds: list[int], opening: list[Sample]) -> list[Drawn]:

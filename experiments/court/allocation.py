@@ -12,12 +12,12 @@ Rules for n_q, up to a common factor, with a prompt's pass rate p and mean lengt
 The factor is such that a step is expected to cost as many tokens as with rollout.group_size completions each.
 A prompt without a history gets rollout.group_size.
 
-Every completion is a group of its own, as in methods/window.py; its draw weighs (mean n) / n_q, so that the
+Every completion is a group of its own, as in leaves/windows; its draw weighs (mean n) / n_q, so that the
 loss is a mean over prompts of means over n_q. The baseline is the mean of the prompt's other copies. n_q is
 known before the step, so with loss.normalize=sum the gradient is unbiased for every rule.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
@@ -29,11 +29,12 @@ from court.pass_rates import NotedRewards, PassRates, Rate, noted, require_plain
 from history import PromptHistory, sample_seed
 from infra.dist import seed_for
 from records import Group, PromptDraw, Request
+from settings.kinds import Comparison
 from settings.loader import Count, at_least, kind
 
 
 @kind
-class Allocated:
+class Allocated(Comparison):
     """Leave-one-out among as many completions of each prompt as its history asks for."""
     kind: Literal["allocated"] = "allocated"
     rule: Literal["cost", "spread", "posterior", "length"] = "cost"
@@ -65,6 +66,17 @@ def share_out(size_K: Tensor, cost_K: Tensor, budget: float, least: int, most: i
     return (low * size_K).clamp(least, most)
 
 
+@dataclass(frozen=True, slots=True)
+class Copy(PromptDraw):
+    """A draw of one of a prompt's completions."""
+
+    copy: int = 0
+
+    @property
+    def noted(self) -> dict:
+        return {"copy": self.copy} if self.copy else {}
+
+
 class Allocation(PassRates):
     """The history of prompts, which draws each as often as its rate asks for."""
 
@@ -80,7 +92,8 @@ class Allocation(PassRates):
         mean = sum(numbers) / len(numbers)
         copies = []
         for draw, n in zip(draws, numbers, strict=True):
-            copies += [replace(draw, copy=copy, weight=mean / n) for copy in range(n)]
+            of_draw = draw.prompt, draw.epoch, draw.prob, mean / n, draw.number
+            copies += [Copy(*of_draw, copy) for copy in range(n)]
         return copies
 
     def numbers(self, draws: list[PromptDraw]) -> list[int]:

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from advantage import leave_one_out
-from config import ConfigError, Loss
+from collect import Sampler
+from config import Config, ConfigError, Loss
+from history import PromptHistory
 from records import Row
 
 LEAST = 1e-4  # of w: a token that the engine was sure of counts a little
@@ -49,6 +50,13 @@ def padded(logp: list[Tensor]) -> tuple[Tensor, Tensor]:
     return pad_sequence([logp_L.double() for logp_L in logp], batch_first=True), length_G
 
 
+def wrap(cfg: Config, history: PromptHistory, sampler: Sampler) -> tuple[PromptHistory, Sampler]:
+    """Replace neither. Raises ConfigError for settings under which a row does not tell the rewards."""
+    if (cfg.advantage.kind, cfg.prune.completions.kind) != ("leave_one_out", "none"):
+        raise ConfigError("otb needs advantage.kind=leave_one_out and prune.completions.kind=none")
+    return history, sampler
+
+
 def weigh(
     rows: Sequence[Row],
     logp: Sequence[Tensor],
@@ -67,15 +75,16 @@ def factors(row: Row, own: bool) -> Tensor:
     if not row.counts:
         return factor_C
     members = defaultdict(list)
-    for s, (n, _) in enumerate(row.members):
-        members[n].append(s)
+    for s, (n, g) in enumerate(row.members):
+        members[n].append((g, s))
     for of_group in members.values():
-        places = [(row.segment_C == s).nonzero()[:, 0] for s in of_group]
-        reward_G = row.reward_S[of_group].double()
+        places = [(row.segment_C == s).nonzero()[:, 0] for _, s in of_group]
+        G = len(places)
         first_G = torch.stack([row.adv_C[place[0]] for place in places]).double()
-        if not torch.allclose(leave_one_out(reward_G[None])[0], first_G, atol=1e-6):
-            raise ConfigError("otb needs advantage.kind=leave_one_out, no pruning, one process and a "
-                              "pack.capacity that holds a step: a row has a part of a group")
+        if sorted(g for g, _ in of_group) != list(range(G)) or abs(first_G.sum()) > 1e-5:
+            raise ConfigError("otb needs one process and a pack.capacity that holds a step: a row has a part "
+                              "of a group")
+        reward_G = first_G * (G - 1) / G  # less the group's mean, which a baseline takes out anyway
         logp_GL, length_G = padded([row.sampled_logp_C[place] for place in places])
         adv_GL = token_advantage(reward_G, energy(logp_GL, length_G), own)
         for place, adv_L, adv in zip(places, adv_GL, first_G, strict=True):

@@ -3,5 +3,6 @@
 from functools import partial
 
 from court import otb
+from court.otb import wrap as wrap
 
 weigh = partial(otb.weigh, own=True)

@@ -88,7 +88,7 @@ def require_plain(cfg: Config) -> None:
     for key, wanted in PLAIN.items():
         value = cfg
         for part in key.split("."):
-            value = getattr(value, part)
+            value = getattr(value, part, None)  # of a leaf that is not chosen
         if value != wanted:
             needed = "null" if wanted is None else wanted
             raise ConfigError(f"{key}={value} must be {needed} with this method")

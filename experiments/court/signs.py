@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from records import Rewards
+from settings.kinds import Comparison
 from settings.loader import PositiveOrZero, kind
 
 
 @kind
-class Signs:
+class Signs(Comparison):
     """A number for right completions, and another one below 0 for wrong ones."""
     kind: Literal["signs"] = "signs"
     right: PositiveOrZero = 0.1

@@ -10,11 +10,12 @@ from config import Config, ConfigError
 from court.pass_rates import NotedRewards, require_plain
 from prune import Candidates
 from records import Group, Pruned, Sample
+from settings.kinds import Comparison
 from settings.loader import kind
 
 
 @kind
-class Survivors:
+class Survivors(Comparison):
     """Leave-one-out among the completions that were not aborted, by their weights."""
     kind: Literal["survivors"] = "survivors"
 
@@ -23,6 +24,7 @@ class Survivors:
 class Drawn(Sample):
     """A completion that went on with probability `prob`."""
 
+    pending: bool = False  # aborted without a reward
     prob: float = 1.0
     weight: float = 1.0
     aborted: bool = False

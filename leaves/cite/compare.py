@@ -12,7 +12,7 @@ from infra.figures import count_right, mean_reward
 from infra.lines import blame_file
 from infra.results import differences, summarise_file
 from settings.loader import ConfigError
-from verify.statistics import mcnemar, paired_interval
+from verify.paired import mcnemar, paired_interval
 
 
 def compare_files(paths: list[Path]) -> str:

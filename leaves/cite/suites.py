@@ -8,7 +8,7 @@ from infra import dist
 from infra.figures import Results
 from leaves.cite.compare import accuracy_gaps
 from settings.loader import ConfigError
-from verify.statistics import detectable, holm, paired_interval, sign_flip
+from verify.paired import detectable, holm, paired_interval, sign_flip
 
 # Settings that a suite leaves open, of the machine.
 MACHINE = ("rollout.engine=", "rollout.slots=", "rollout.tensor_parallel=", "rollout.cache_gib=",

@@ -83,8 +83,8 @@ def test_the_target_is_the_gradient_of_the_mean_reward():
     torch.testing.assert_close(torch.autograd.grad(mean_reward, theta)[0], problem.target(), rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("kind", others_slow(["bernoulli", "pps", "pps of the step", "pps of the step by surprise"],
-                                             "bernoulli", "pps"))
+@pytest.mark.parametrize("kind", others_slow(
+    ["bernoulli", "pps", "pps of the step", "pps of the step by surprise"], "pps"))
 def test_an_unbiased_pruner_keeps_the_bias_of_what_it_prunes(kind):
     """It keeps the mean, at every advantage."""
     for name in ("group_norm", "decoupled", "reward"):

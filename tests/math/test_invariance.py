@@ -66,7 +66,7 @@ def change(cfg: config.Config, *overrides: str) -> config.Config:
     raw = config.yaml.safe_load(config.dump(cfg))
     for override in overrides:
         raw = settings.merge(raw, settings.override(override, config.Config))
-    return settings.build(config.Config, raw)
+    return config.build(raw)
 
 
 def roll_out(cfg: config.Config) -> tuple[list, torch.Tensor]:

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from verify import statistics
+from verify import paired, statistics
 
 
 def answers(right: int, n: int) -> list[float]:
@@ -78,13 +78,13 @@ def test_majority_at_k_is_over_blocks():
 @pytest.mark.parametrize(("first", "second", "p"), [(0, 0, 1), (5, 5, 1), (0, 6, 2 / 64), (1, 8, 20 / 512),
                                                     (10, 2, 158 / 4096)])
 def test_mcnemar_by_hand(first, second, p):
-    assert statistics.mcnemar(first, second) == statistics.mcnemar(second, first) == pytest.approx(p)
+    assert paired.mcnemar(first, second) == paired.mcnemar(second, first) == pytest.approx(p)
 
 
 def test_paired_intervals_cover_the_truth_at_their_rate(monkeypatch):
-    monkeypatch.setattr(statistics, "RESAMPLES", 400)
+    monkeypatch.setattr(paired, "RESAMPLES", 400)
     draw = np.random.default_rng(1)
-    bounds = [statistics.paired_interval(draw.choice([-1, 0, 1], 200, p=[0.1, 0.7, 0.2])) for _ in range(300)]
+    bounds = [paired.paired_interval(draw.choice([-1, 0, 1], 200, p=[0.1, 0.7, 0.2])) for _ in range(300)]
     assert 0.91 < np.mean([low <= 0.1 <= high for low, high in bounds]) < 0.98
 
 
