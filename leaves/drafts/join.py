@@ -46,7 +46,7 @@ def share_drafted(rolled: Rolled, batch: Batch) -> Metrics:
 
 @frozen
 class DraftedSample(Sample):
-    """A completion, some of whose tokens a draft has too."""
+    """A completion that begins as a draft does."""
 
     drafted: int = 0       # so many of the first, which needed no decoding step
 

@@ -28,7 +28,7 @@ from verify.workers import Call
 
 
 class ToolTokenizer(Tokenizer):
-    """A tokenizer whose prompts describe the tools of an environment."""
+    """A tokenizer that describes the tools of an environment in prompts."""
 
     def __init__(self, plain: Tokenizer, cfg: Any, file: EnvironmentFile):
         super().__init__(plain.folder, cfg.data, cfg.rollout.stop or (), file.tools)

@@ -79,7 +79,7 @@ class Vote:
 
 @frozen
 class VotedGroup(Group):
-    """A group of a prompt whose completions have voted."""
+    """A group, and the vote of its prompt's completions."""
 
     vote: Vote
 
@@ -108,7 +108,7 @@ def vote_metrics(rolled: Rolled, batch: Batch) -> Metrics:
 
 
 def parts(cfg: Any, run: Any) -> Any:
-    """Give a run a sampler whose completions vote."""
+    """Give a run a sampler that lets completions vote."""
     return replace(run, sampler=VotingSampler(run.sampler, cfg.labels),
                    measures=(*run.measures, vote_metrics))
 
