@@ -26,6 +26,7 @@ from infra import dist, results, runfolder
 from infra.rows import all_have_answers
 from records import Problem
 from rollout import TorchEngine
+from settings import leaves
 
 SHOTS = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1 + 1?"},
          {"role": "assistant", "content": "2"}, {"role": "user", "content": "2 + 3?"}]
