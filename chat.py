@@ -8,10 +8,10 @@ A line is a question. /problem asks the next problem of data.eval and shows its 
 another conversation, /quit ends, and Ctrl-C ends an answer. An environment's replies stand in ⟦ ⟧.
 """
 
-from infra import terminal
+from infra import commands
 
 if __name__ == "__main__":  # before the imports that take seconds
-    terminal.of_chat(__doc__)
+    commands.of_chat(__doc__)
 
 import argparse
 import itertools
@@ -176,7 +176,7 @@ def talk(conversation: Conversation) -> None:
 
 
 def main() -> int:
-    return exit_status(partial(run_command, terminal.of_chat(__doc__)), lambda: "ask again")
+    return exit_status(partial(run_command, commands.of_chat(__doc__)), lambda: "ask again")
 
 
 def run_command(args: argparse.Namespace) -> None:

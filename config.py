@@ -29,7 +29,6 @@ from settings.loader import (
     frozen,
 )
 from settings.paths import find_path, user_path
-from settings.rules import all_rules
 
 ROOT = Path(__file__).parent
 CONFIGS = (ROOT / "configs", *sorted(ROOT.glob("leaves/*/configs")))
@@ -265,6 +264,8 @@ def load(names: str | Path | list[str], overrides: list[str] = ()) -> Config:
         file = flatten(cfg)[key]
         cfg = with_value(cfg, key, file and str(find_path(file)))
     cfg = replace(cfg, out=str(user_path(cfg.out)))
+    from settings.rules import all_rules  # of a config that is loaded; who imports its types needs none
+
     for key, fine, allowed in all_rules(cfg):
         if not fine:
             raise ConfigError(f"{key}={flatten(cfg)[key]} must be {allowed}")

@@ -13,10 +13,10 @@ written into the run folder.
 Dimension key:  N groups,  G completions per group,  P weights of this rank.
 """
 
-from infra import terminal
+from infra import commands
 
 if __name__ == "__main__":  # before the imports that take seconds
-    terminal.of_replay(__doc__)
+    commands.of_replay(__doc__)
 
 import json
 import math
@@ -358,7 +358,7 @@ def replay(folder: Path, step: int, changes: list[str], draws: int) -> None:
 
 
 def main() -> int:
-    args = terminal.of_replay(__doc__)
+    args = commands.of_replay(__doc__)
     return exit_status(partial(replay, args.run, args.step, args.set, args.draws))
 
 

@@ -10,10 +10,10 @@ reach a score: --level, or nine tenths of the way from the start to the best row
 finished are drawn and named, and left out of the tables. report.md has the tables for a pull request.
 """
 
-from infra import terminal
+from infra import commands
 
 if __name__ == "__main__":  # before the imports that take seconds
-    terminal.of_report(__doc__)
+    commands.of_report(__doc__)
 
 import argparse
 import base64
@@ -190,7 +190,7 @@ def watch(folders: list[Path], out: Path, level: float | None, seconds: int) -> 
 
 
 def main() -> int:
-    args = terminal.of_report(__doc__)
+    args = commands.of_report(__doc__)
     return exit_status(lambda: make_report(args), lambda: "the page stays as it was written last")
 
 

@@ -16,10 +16,10 @@ update the policy, hand it to the engine. docs/methods.md has every method. Pape
 5. Prompts that Dynamic Pruning skips are not replaced, and its prompt level is our reconstruction.
 """
 
-from infra import terminal
+from infra import commands
 
 if __name__ == "__main__":  # before the imports that take seconds
-    terminal.refuse_early(terminal.of_train(__doc__))
+    commands.refuse_early(commands.of_train(__doc__))
 
 import argparse
 import os
@@ -42,7 +42,7 @@ from infra import checkpoint, checks, dist, runfolder
 from infra.checkpoint import Checkpoints, find_newest, how_to_go_on, save_plainly
 from infra.choices import list_choices, longest_sampled, resolve_auto, settings_to_save
 from infra.copies import files_of
-from infra.device import engine_spec, find_device, memory_metrics
+from infra.device import engine_spec, find_device
 from infra.export import prompted_files
 from infra.rows import all_have_answers
 from infra.runfolder import Resume
@@ -52,7 +52,7 @@ from infra.stored import once_a_node
 from infra.tokenizer import Tokenizer
 from infra.weights import check_positions, find_model
 from learner import Learner, NotFinite, build_learner, checkpoint_roles
-from metrics import Clock, list_decisions, rollout_metrics, sample_lines
+from metrics import Clock, list_decisions, memory_metrics, rollout_metrics, sample_lines
 from model import Decoder
 from policy import Weights
 from records import Batch, Group, Metrics, Rewards, Rolled, frozen
@@ -310,7 +310,7 @@ def log_step(run: Run, step: int, rolled: Rolled, batch: Batch, measured: Metric
 
 
 def main() -> int:
-    args = terminal.of_train(__doc__)
+    args = commands.of_train(__doc__)
     if args.settings is not None:
         from leaves.page.show import describe_settings
         return exit_status(lambda: print(describe_settings(args.settings)))

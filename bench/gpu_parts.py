@@ -41,7 +41,7 @@ from learner import Learner, build_learner, load_sharded
 from leaves.fit import counts, memory
 from leaves.page import summary
 from leaves.preflight import checks as preflight
-from metrics import Clock
+from metrics import Clock, memory_metrics, used_bytes
 from model import BACKENDS, ChunkedLogProb, Decoder, log_prob, logits_gradient
 from prune import keep_largest
 from records import Batch, Group, Prompt, Row, Sample
@@ -144,7 +144,7 @@ class Bench:
 
     def peak_with(self, engine: Engine) -> float | None:
         """Return the same of a step: torch counts the memory of an engine that sleeps."""
-        return hardware.memory_metrics(self.device, engine)["memory/peak_gib"] if self.cuda else None
+        return memory_metrics(self.device, engine)["memory/peak_gib"] if self.cuda else None
 
     def speed(self, work: float, seconds: float) -> dict[str, float | None]:
         """Compute TFLOP/s, and MFU where the device's peak is known."""
@@ -477,7 +477,7 @@ def rollout(bench: Bench) -> None:
         seconds = repeated(partial(engine.generate, requests, 1.0), size.times)
         return {"ms a token": [1000 * spent / new for spent in seconds],
                 "sampled tokens/s": [slots * new / spent for spent in seconds],
-                "GiB in use": hardware.used_bytes(bench.device) / GIB}
+                "GiB in use": used_bytes(bench.device) / GIB}
 
     each(bench, {f"{slots} sequences": partial(measure, slots) for slots in size.slots})
 

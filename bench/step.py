@@ -40,7 +40,7 @@ from infra import device as hardware
 from infra import dist
 from infra.choices import resolve_auto
 from learner import Learner
-from metrics import Clock
+from metrics import Clock, memory_metrics
 from pack import Minibatch, layout, pack
 from policy import Weights
 from records import Batch, EngineSpec, Group, Prompt, PromptDraw, Rolled, Sample
@@ -222,7 +222,7 @@ def generate(kind: str, shape: str, slots: int, rounds: int, halves: bool) -> li
         measured = {"sync s": [timed(lambda: engine.sync(policy)) for _ in range(rounds)]}
         name = f"{kind}, bfloat16" if halves else kind
         rows = rates(sample, rounds, shape=shape, slots=slots, engine=name)
-        measured |= hardware.memory_metrics(device, engine)
+        measured |= memory_metrics(device, engine)
     dist.close()
     return [row | measured for row in rows]
 

@@ -3,9 +3,7 @@
 import importlib
 import importlib.metadata
 import os
-import resource
 import shutil
-import sys
 import sysconfig
 from bisect import bisect_right
 from collections.abc import Callable
@@ -18,7 +16,7 @@ from config import Config, ConfigError, Model
 from infra import dist
 from infra.tokenizer import Tokenizer
 from infra.weights import Shape, read_shape
-from records import EngineSpec, Metrics, frozen
+from records import EngineSpec, frozen
 
 DRIVER = Path("/proc/driver/nvidia/version")
 WRONG_BUILD = f"torch {torch.__version__} is a build without CUDA: pip install -r requirements/gpu.txt"
@@ -257,30 +255,6 @@ def block_weights(shape: Shape) -> int:
     if shape.qk_norm:
         weights += 2 * shape.head_dim if shape.qk_norm == "head" else query + key
     return weights + width * len(list(filter(None, shape.family.norms)))
-
-
-# ---- memory in use
-
-def used_bytes(device: torch.device) -> float:
-    """Return the bytes that this rank has taken; torch gives nothing back, so this is a peak."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return total - free
-    unit = 1 if sys.platform == "darwin" else 1024
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def memory_metrics(device: torch.device, engine: object) -> Metrics:
-    """Measure the most memory of a GPU, or else of a process, that was in use so far. Collective."""
-    held = max(used_bytes(device), getattr(engine, "peak_bytes", 0))
-    return {"memory/peak_gib": dist.max_over_ranks(held) / 2**30}
-
-
-def fullest(bytes_here: float, device: torch.device) -> float:
-    """Return the bytes of the fullest rank, or of all ranks of a CPU machine, which share its memory.
-    Collective."""
-    ranks = 1 if device.type == "cuda" else local_processes()
-    return ranks * dist.max_over_ranks(bytes_here)
 
 
 def total_bytes(device: torch.device) -> float:

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import survive
-from conftest import ROOT, TOY, toy_config, write_tiny
+from conftest import ROOT, TOY, toy_config
 
 import config
 import data
@@ -25,7 +24,6 @@ from config import ConfigError
 from data import load_problems
 from infra import figures, results, runfolder
 from infra.results import differences
-from leaves.cite import compare, rescore
 from records import Problem, Prompt, Sample
 from rollout import TorchEngine
 from verify import paired
@@ -66,23 +64,6 @@ def test_training_and_the_command_give_identical_numbers(tmp_path, run, capsys):
     assert f"{result['accuracy']:.1%}" in capsys.readouterr().out
 
 
-def test_math_verifys_verdicts_stand_beside_ours(tmp_path):
-    """It reads the argument of a logarithm over the sign of multiplication."""
-    problems = [{"id": str(i), "gold": gold, "question": "q", "level": None, "subject": None, "responses": [{
-        "id": str(i), "k": 0, "text": rf"\boxed{{{text}}}", "tokens": 1, "finished": True}]}
-        for i, (gold, text) in enumerate([("5", "5"), (r"\ln 6", r"\ln 2 \cdot 3"), ("6", "7")])]
-    for problem in problems:
-        problem["responses"][0] |= evaluation.grade([(problem["gold"], problem["responses"][0]["text"])])[0]
-    result = {"few": figures.summarise(problems)}
-    both = rescore.add_math_verify(result)
-    assert "math_verify" not in result["few"] and both["few"]["math_verify"] == 2 / 3
-    head, row, *differ = figures.results_table(both).splitlines()
-    assert head.endswith("math-verify") and row.endswith("66.7%") and row.split()[3] == "33.3%"
-    assert len(differ) == 1
-    assert differ[0].startswith(r"few 1: '\\ln 2 \\cdot 3' for '\\ln 6' is wrong; math-verify reads ")
-    assert "math-verify" not in figures.results_table(result)
-
-
 def written(path, *rights: str, other: str = "") -> str:
     """A result in which each problem's first answer is right or not."""
     problems = [{"id": str(i), "gold": "1", "responses": [{
@@ -91,20 +72,6 @@ def written(path, *rights: str, other: str = "") -> str:
     path.write_text(json.dumps({"head": {"sets": {"few": {"data": other, "count": len(rights)}}},
                                 "results": {"few": figures.summarise(problems)}}))
     return str(path)
-
-
-def test_two_results_are_compared_problem_by_problem(tmp_path):
-    """Eight got better and one worse: a difference of 7 of 20, p = 20/512."""
-    first = written(tmp_path / "a.json", *["wrong"] * 8, *["right"] * 12)
-    second = written(tmp_path / "b.json", *["right"] * 19, "wrong")
-    lines = compare.comparison_table(*(results.read_result(Path(p)) for p in (first, second))).splitlines()
-    cells = lines[1].replace("[", " ").replace(",", "").replace("]", "").split()
-    name, count, a, b, difference, low, high, p = cells
-    assert (name, count, a, b, difference) == ("few", "20", "60.0%", "95.0%", "+35.0%")
-    assert float(p) == pytest.approx(20 / 512, abs=1e-4) and 0 < float(low[:-1]) < 35 < float(high[:-1])
-    with pytest.raises(ConfigError, match="few holds other problems in the two results"):
-        compare.comparison_table(results.read_result(Path(first)), results.read_result(
-            Path(written(tmp_path / "c.json", "right", other="x"))))
 
 
 def test_heads_are_compared_key_by_key_and_a_head_names_its_sets(tmp_path):
@@ -146,14 +113,6 @@ def test_an_evaluation_goes_on_on_another_number_of_ranks_after_kill_9(tmp_path)
     assert refused.returncode and "Timeout" not in refused.stderr
     assert subprocess.run([sys.executable, *command("cut")], cwd=ROOT, capture_output=True).returncode == 0
     assert text("cut") == text("one")
-
-
-def test_what_a_verifier_judges_anew_is_judged_by_rescore(tmp_path):
-    result = json.loads(Path(written(tmp_path / "few.json", "wrong", "wrong", "wrong")).read_text())
-    for problem in result["results"]["few"]["problems"]:
-        problem["responses"][0] |= {"text": rf"\boxed{{{problem['gold']}}}"}
-    again = rescore.rescore(result)
-    assert again["results"]["few"]["accuracy"] == 1 and again["head"]["sets"] == result["head"]["sets"]
 
 
 def test_the_verifiers_version_is_that_of_its_code(tmp_path, monkeypatch):
@@ -269,9 +228,6 @@ def test_papers_evaluate_as_their_configs_say(name, expected):
     (["--config", "eval/none.yaml"], "config 'eval/none.yaml' not found"),
     (["--data", "gsm9k"], "data set 'gsm9k' is not known"),
     (["--data", "no.jsonl"], "data file no.jsonl not found"),
-    (["--rescore", "no.json"], "result file no.json not found"),
-    (["--rescore", "toy/model/config.json"], "toy/model/config.json is not a result of eval.py --out"),
-    (["--compare", "README.md", "README.md"], "README.md: not valid JSON"),
     (["--out", "nowhere/x.json"], "--out: folder nowhere not found"),
     (["--out", "toy"], "--out toy is a folder; name a file in it for the result"),
     (["--config", "eval/default.yaml", "--data", ""], "--data must be given: sets separated by commas"),
@@ -282,25 +238,6 @@ def test_bad_input_is_one_line_and_status_2(changes, message, monkeypatch, run, 
     assert run("--model", TOY, "--data", "toy/test.jsonl", *changes) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {message}") and said.count("\n") == 1
-
-
-# ---- suites
-
-def test_a_suite_is_frozen_cited_and_compared(tmp_path, run, capsys, monkeypatch):
-    """Two models on generated sums, of short answers here: a citable line and a row of LaTeX for each, and their paired
-    difference."""
-    other, load = write_tiny(tmp_path / "other_model"), config.load
-    monkeypatch.setattr(config, "load", lambda name, sets: load(name, [*sets, "eval.max_new_tokens=8"]))
-    assert run("--suite", "sums", "--model", str(TOY), str(other)) == 0
-    said = capsys.readouterr().out
-    assert "sums-2026: 300 problems x 1 answers show a difference of two models from about 8 points on" in said
-    cited = re.findall(r"sums-2026 [\d.]+% \[.*\] avg@1, suite sums (\w{12}), model (\S+) (\w{12})", said)
-    assert [model for _, model, _ in cited] == [str(TOY), str(other)] and cited[0][0] == cited[1][0]
-    assert cited[0][2] != cited[1][2] and "other\\_model & " in said
-    assert re.search(r"sums-2026 +\S*other_model less \S+model: -?\+?[\d.]+% \[.*\], p = ", said)
-    for more in (["--data", "gsm8k"], ["--set", "eval.temperature=1"], ["--config", "grpo_toy.yaml"]):
-        assert run("--suite", "sums", "--model", str(TOY), *more) == 2
-        assert "--suite sums is frozen: leave out --data and --config" in capsys.readouterr().err
 
 
 def test_generated_sums_are_right_and_another_seed_is_another_set():

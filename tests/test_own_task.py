@@ -22,11 +22,11 @@ import eval as evaluation
 import learner
 import train
 from config import ConfigError, Data
-from infra import dist, figures, results, runfolder
+from infra import dist, results, runfolder
 from infra.rows import all_have_answers
-from leaves.cite import compare
 from records import Problem
 from rollout import TorchEngine
+from settings import leaves
 
 SHOTS = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1 + 1?"},
          {"role": "assistant", "content": "2"}, {"role": "user", "content": "2 + 3?"}]
@@ -322,28 +322,6 @@ def test_difficulty_without_answers_is_that_of_the_reward():
     assert all((a == b).all() for a, b in zip(kept_by_difficulty([{"prompts": shifted}]), (above, others), strict=True))
 
 
-def test_answers_without_a_reward_are_no_part_of_its_mean():
-    """A problem of which none has one is left out."""
-    def problem(i: int, *rewards: float | None) -> dict:
-        responses = [{"tokens": 1, "finished": True, "reward": reward} for reward in rewards]
-        return {"id": str(i), "level": f"{i}", "responses": responses}
-
-    problems = [problem(0, 1.0, None), problem(1, None, None), problem(2, 0.0, 0.5)]
-    result = figures.summarise(problems, bounds=(0, 1))
-    assert result["reward"] == pytest.approx((1 + 0.25) / 2) and result["count"] == 3
-    assert compare.reward_row("few", result, result).split()[:5] == ["few", "reward", "2", "0.625", "0.625"]
-    others = figures.summarise([problem(0, None), problem(1, 1.0), problem(2, None)], bounds=(0, 1))
-    assert compare.reward_row("few", result, others) == ""
-    assert [(level, x["reward"], x["count"]) for level, x in result["groups"]["level"].items()] == [
-        ("0", 1, 1), ("2", 0.25, 1)]
-    head = {"sets": {"few": {"data": ""}}}
-    other = figures.summarise([problem(0, 0.5, 0.5), problem(1, 1.0, 1.0), problem(2, 0.0, 0.0)], bounds=(0, 1))
-    row = compare.comparison_table({"head": head, "results": {"few": result}},
-                                   {"head": head, "results": {"few": other}}).splitlines()[1]
-    assert row.split()[:6] == ["few", "reward", "2", "0.625", "0.500", "-0.375"]
-    assert "reward" not in figures.summarise([problem(1, None, None)], bounds=(0, 1))
-
-
 # ---- whole runs
 
 REWARD = """def reward(text, gold, tokens):
@@ -428,8 +406,9 @@ def test_a_base_model_trains_and_evaluates_on_questions_without_answers(tmp_path
     found = json.loads(out.read_text())["results"]["held_out"]
     assert [found[key] for key in ("reward", "reward_low", "reward_high")] == scores
     assert found["groups"]["level"].keys() == {"0", "1"} and f"{scores[0]:.3f}" in capsys.readouterr().out
-    assert command(evaluation, monkeypatch, "--rescore", str(out)) == 0
-    assert command(evaluation, monkeypatch, "--compare", str(out), str(out)) == 0
+    if "cite" in leaves.LEAVES:
+        assert command(evaluation, monkeypatch, "--rescore", str(out)) == 0
+        assert command(evaluation, monkeypatch, "--compare", str(out), str(out)) == 0
     assert "held_out reward" in capsys.readouterr().out
 
     report.write_report([run], tmp_path / "page")

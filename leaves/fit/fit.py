@@ -20,9 +20,9 @@ from huggingface_hub.errors import HFValidationError
 from config import Config, ConfigError, build
 from infra import dist
 from infra.choices import list_choices
+from infra.commands import CARDS
 from infra.device import USABLE_SHARE, Machine, Parts, find_device, parameters
 from infra.families import Shape, shape_of
-from infra.terminal import CARDS
 from infra.weights import read_shape
 from leaves.fit import counts
 from leaves.fit.memory import choose_settings

@@ -10,11 +10,12 @@ from config import Config, ConfigError
 from infra import dist
 from infra.checks import Check, Ready
 from infra.choices import row_range, with_rows
-from infra.device import USABLE_SHARE, fullest, total_bytes, used_bytes
+from infra.device import USABLE_SHARE, total_bytes
 from infra.signals import SAVE_MEMORY
 from learner import Learner, checkpoint_roles
 from leaves.fit.counts import held_parts, planned_lengths, sampling_parts, update_bytes
 from leaves.fit.memory import OVERCOUNT, longest_row
+from metrics import fullest, used_bytes
 from model import BACKENDS
 from pack import Minibatch, Plan, build_row, layout
 from records import Group, Prompt, Row, Sample

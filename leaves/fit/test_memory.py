@@ -11,6 +11,7 @@ from conftest import PUBLISHED, ROOT, TOY
 from test_invariance import on_ranks
 
 import config
+import metrics
 from infra import choices, dist
 from infra import device as hardware
 from infra.choices import resolve_auto
@@ -460,15 +461,15 @@ def test_a_gpu_that_torch_cannot_use_is_named_with_the_reason(seen, monkeypatch)
 def test_the_peak_is_that_of_the_fullest_rank_whatever_the_system_counts_in(platform, device, gib, monkeypatch):
     """Resident memory in KiB, on macOS in bytes; on a GPU that of the device. torch counts what a sleeping engine has
     given up as well, more than there is."""
-    monkeypatch.setattr(hardware.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=2 * 2**20))
-    monkeypatch.setattr(hardware.sys, "platform", platform)
+    monkeypatch.setattr(metrics.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=2 * 2**20))
+    monkeypatch.setattr(metrics.sys, "platform", platform)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 127 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 * GIB, 80 * GIB))
     monkeypatch.setattr(dist, "max_over_ranks", lambda held: 1.5 * held)  # another rank's
     slept = SimpleNamespace(peak_bytes=40 * GIB if device == CUDA else 0)
-    assert hardware.memory_metrics(device, slept) == {"memory/peak_gib": pytest.approx(gib)}
+    assert metrics.memory_metrics(device, slept) == {"memory/peak_gib": pytest.approx(gib)}
     held = 45 if device == CUDA else gib
-    assert hardware.memory_metrics(device, object()) == {"memory/peak_gib": pytest.approx(held)}
+    assert metrics.memory_metrics(device, object()) == {"memory/peak_gib": pytest.approx(held)}
 
 
 def test_flash_attention_is_asked_for_by_a_real_import(tmp_path, monkeypatch):
