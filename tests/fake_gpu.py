@@ -48,6 +48,7 @@ from conftest import ROOT, as_batch, make_groups
 import config
 import learner
 import loss
+import policy as policy_file
 import update
 from infra import dist
 from infra.weights import named_weights
@@ -57,6 +58,7 @@ from metrics import Clock, PassSums
 from model import Block, ChunkedLogProb, Decoder
 from prune import keep_all
 from records import Row
+from settings import leaves
 
 DEVICE = "fakegpu"
 # And else grpo_gsm8k.yaml's, a KL among them.
@@ -254,10 +256,12 @@ def trace_update(folder: Path, cfg: config.Config, spoil: bool) -> Trace:
     def offloaded(module, **given):  # dist.shard offloads from CUDA only, and here no memory can be pinned
         return fully_shard(module, **given | {"offload_policy": CPUOffloadPolicy(pin_memory=False)})
 
-    with (trace.device, patch.object(lora, "load_with_adapters"), patch.object(update, "row_loss", row_loss),
+    given = leaves.through("weights", cfg, policy_file.Weights())
+    with (trace.device, patch.object(lora, "load_with_adapters"), patch.object(policy_file, "load_weights"),
+          patch.object(update, "row_loss", row_loss),
           patch.object(update, "optimizer_step", descend),
           patch.object(dist, "fully_shard", offloaded if cfg.optim.offload else fully_shard)):
-        built = learner.build_learner(cfg, folder, torch.device(DEVICE, 0))
+        built = learner.build_learner(cfg, folder, torch.device(DEVICE, 0), given)
         trace.policy = built.policy
         update.update(built, as_batch(groups, adv_NG, keep_all(adv_NG)), 0, Clock())
         require_sync(built.policy)
@@ -289,7 +293,7 @@ def figures(cfg: config.Config, one: Trace, whole: Trace) -> dict:
                 "head, backward": whole.mean(name, ("backward", "head")) / chunks}
 
     element, keys = 2, len(rows[0].segments.key_K)
-    layer = shapes.layer_bytes(policy.shape, cfg.model.lora, len(rows[0].ids_T), keys, element)
+    layer = shapes.layer_bytes(policy.shape, counts.adapter(cfg), len(rows[0].ids_T), keys, element)
     of_chunk = shapes.head_bytes(policy.shape, scored / chunks, element)
     head, head_backward, of_layers = flop(("forward", "head")), flop(("backward", "head")), flop(("forward", "layers"))
     gradients = head * (2 if policy.head_VD.requires_grad else 1)  # of the head: one product, and one for its own
@@ -310,7 +314,7 @@ def figures(cfg: config.Config, one: Trace, whole: Trace) -> dict:
         "peak": whole.device.peak,
         "counted": held + sum(counts.pass_parts(counts.Pass(
             policy.shape, len(rows[0].ids_T), len(rows[0].segments.key_K), 2, policy.checkpoint_blocks,
-            policy.logp_chunk, fused=True, lora=cfg.model.lora, entropy=cfg.loss.entropy > 0)).values()),
+            policy.logp_chunk, fused=True, lora=counts.adapter(cfg), entropy=cfg.loss.entropy > 0)).values()),
         "again": {"head": (head_backward - gradients) / head, "layers": flop(("backward", "recomputed")) / of_layers},
     }
 

@@ -22,6 +22,8 @@ from infra.checkpoint import Checkpoints, find
 from infra.export import export
 from infra.weights import read_shape
 from model import Decoder
+from policy import Weights
+from settings import leaves
 
 CPU = torch.device("cpu")
 
@@ -42,7 +44,7 @@ def learn(model, optimizers) -> None:
 
 def sharded(*settings: str):
     cfg = toy_config(ROOT / "runs" / "unused", *settings)
-    model = learner.load_sharded(cfg, TOY, CPU, torch.float32)
+    model = learner.load_sharded(cfg, TOY, CPU, torch.float32, leaves.through("weights", cfg, Weights()))
     return model, learner.make_optimizers(model, cfg.optim)
 
 

@@ -25,7 +25,8 @@ from infra import runfolder
 from infra.checkpoint import Checkpoints
 from infra.export import export
 from infra.weights import find_model
-from leaves.lora import join as lora
+from policy import Weights
+from settings import leaves
 
 SHORT = ["rollout.max_new_tokens=16", "eval.max_new_tokens=8"]
 
@@ -240,7 +241,8 @@ def save_policy(folder: Path, size: float, *settings: str) -> None:
     cfg, (model, optimizer) = toy_config(folder, *settings), sharded(*settings)
     nudge(model, size)
     checkpoints = Checkpoints(folder / "checkpoints", 1, {"policy": (model, optimizer)}, torch.device("cpu"))
-    checkpoints.reach(7, {"config": config.flatten(cfg), "inputs": lora.identify_weights(cfg.model.lora, TOY)})
+    inputs = leaves.through("weights", cfg, Weights()).identify(TOY)
+    checkpoints.reach(7, {"config": config.flatten(cfg), "inputs": inputs})
     checkpoints.save()
     checkpoints.wait()
     export(model, TOY, folder / "hf")
