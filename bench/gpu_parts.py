@@ -33,14 +33,13 @@ import rollout_vllm
 import train
 from collect import Sampler
 from history import PromptHistory
+from infra import checks, dist, runfolder
 from infra import device as hardware
-from infra import dist, runfolder
 from infra.choices import resolve_auto
 from infra.weights import read_shape
 from learner import Learner, build_learner, load_sharded
 from leaves.fit import counts, memory
 from leaves.page import summary
-from leaves.preflight import checks as preflight
 from metrics import Clock, memory_metrics, used_bytes
 from model import BACKENDS, ChunkedLogProb, Decoder, log_prob, logits_gradient
 from prune import keep_largest
@@ -308,8 +307,9 @@ def check(bench: Bench, *changes: str) -> None:
     cfg = config.load("cppo_toy.yaml", ["model.dtype=bfloat16", f"rollout.engine={bench.engine}",
                                         f"device={bench.device.type}", *changes])
     task = train.load_task(cfg)
-    cfg = resolve_auto(cfg, task.source)
-    for result in preflight.run_checks(cfg, *train.load_models(cfg, task, weights_of(cfg)), task):
+    decided = resolve_auto(cfg, task.source)
+    ready = checks.Ready(decided, *train.load_models(decided, task, weights_of(cfg)), task)
+    for result in checks.before_run(cfg, ready).checks:
         bench.add(result.name, passed=result.passed, figures=result.figures,
                   **failure({result.remedy: not result.passed}))
 
