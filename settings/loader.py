@@ -384,7 +384,8 @@ def describe(kind: Any, value: Any = None, place: str = "") -> str:
     if choices(kind):
         return f"a section with kind, one of {', '.join([*choices(kind), *leaves.kinds_of(place)])}"
     if is_dataclass(kind):
-        return f"a section with {', '.join(f.name for f in fields(kind))}"
+        names = [f.name for f in fields(kind)]
+        return f"a section with {', '.join(dict.fromkeys([*names, *leaves.types_within(place)]))}"
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         plain, (_, bounds) = inner

@@ -24,6 +24,7 @@ from infra.stopping import Stopped
 from leaves.soft_value import join as soft_value
 from prune import adapt_p
 from records import Prompt, Rolled, Sample
+from settings.kinds import GroupNorm
 
 TOKENIZER = data.Tokenizer(TOY)
 
@@ -65,13 +66,13 @@ def steps(tmp_path, letters: str, count: int, *settings: str) -> list[tuple]:
             draws = memory.draw(asked)
             groups = sampler.rollout(draws)
             rewards = sampler.score(groups)
-            newest = Rolled(draws, groups, rewards, advantage(rewards, cfg.advantage))
-            if memory.remembers:
-                memory.record(newest)
+            # Those of a model have a function of their own, and prune by another.
+            compared = GroupNorm() if cfg.advantage.by_model else cfg.advantage
+            newest = Rolled(draws, groups, rewards, advantage(rewards, compared))
+            memory.record(newest)
             rolled += newest
         batch = choose(rolled, selection, seed)
-        if memory.adapts:
-            memory.adapt(rolled)
+        memory.adapt(rolled)
         assert [draw.prompt for draw in rolled.draws if draw.kept] == [group.prompt for group in rolled.groups]
         out.append((["".join(kinds) for kinds in script.rounds], rolled, batch,
                     collect.shortage(rolled, batch, selection)))

@@ -17,6 +17,7 @@ from leaves.critic.settings import ONLY_WITH as CRITIC_ONLY_WITH
 from leaves.critic.settings import Critic
 from settings import kinds, rules
 from settings import loader as settings
+from settings.leaves import kinds_of
 
 GOOD = {
     "steps": 3, "model": {"path": "m"}, "data": {"train": "t", "eval": "e"}, "optim": {"lr": 1e-3},
@@ -202,7 +203,7 @@ NAMED = {
     ("INFORMATIVE & windows.max_age=1 & windows.tokens=4", "windows.tokens=4 must be in 1..8 with windows.in_flight"),
     ("FLIGHT & windows.max_age=1", "windows.in_flight=3.0 must be at most 2, windows.max_age and 1: a step trains"),
     ("FLIGHT & windows.in_flight=1.1", "windows.in_flight=1.1 must be 1, or enough for one group more than 6"),
-    ("FLIGHT & rollout.until=full & pack.budget=9", "rollout.until=full must be offered or informative with rollout."),
+    ("FLIGHT & rollout.until=full & pack.budget=9", "rollout.until=full must be offered or informative with windows."),
     ("FLIGHT & labels.kind=votes", "windows.tokens=4 must be null with labels.kind=votes: unfinished answers do not"),
     ("INFORMATIVE & windows.max_age=1 & labels.kind=votes", "labels.kind=votes must be gold with windows.max_age=1"),
     ("FLIGHT & prune.prompts.kind=greso", "prune.prompts.kind=greso must be none, bernoulli, pps or rank with"),
@@ -232,7 +233,7 @@ UNIONS = {path: settings.choices(kind) for path, kind in LEAVES.items() if setti
 
 @pytest.mark.parametrize("path", UNIONS)
 def test_kinds_are_named_and_a_key_of_another_kind_is_said_to_belong_to_it(good, path):
-    options, listed = UNIONS[path], ", ".join(UNIONS[path])
+    options, listed = UNIONS[path], ", ".join([*UNIONS[path], *kinds_of(path)])
     assert len(options) == len(get_args(LEAVES[path]))
     default = next(iter(options))  # the file may have what it needs
     assert config.flatten(load("grpo_toy.yaml"))[f"{path}.kind"] == default
@@ -248,7 +249,8 @@ def test_kinds_are_named_and_a_key_of_another_kind_is_said_to_belong_to_it(good,
             said = error_of(good, [f"{path}={{kind: {kind}, {key}: text}}"])
             start, owners, end = re.fullmatch(rf"(.+) belongs to ([\w, ]+); this is {kind}: (.+)", said).groups()
             assert (start, end) == (f"{path}.{key}", f"leave {path}.{key}='text' out, or set {path}.kind")
-            having = {name for name, other in options.items() if key in settings.hints(other)}
+            every = options | {name: load_kind() for name, load_kind in kinds_of(path).items()}
+            having = {name for name, other in every.items() if key in settings.hints(other)}
             assert set(re.split(", | and ", owners)) == having
 
 

@@ -18,7 +18,8 @@ import data
 from config import ConfigError
 from history import PromptHistory, epoch_order
 from infra.named_sets import NAMED_SETS
-from leaves.windows.join import Pool
+from leaves.windows.join import Piece, Pool, Turn
+from leaves.windows.settings import Windows
 from records import Problem, Prompt, PromptDraw, Rolled, Sample
 from settings.kinds import AllPrompts, BernoulliPrompts, Greso, LowestRank, Prompts
 from verify.grade import name_unreadable
@@ -197,7 +198,7 @@ def test_the_history_counts_rollouts_in_a_row_without_difference():
     assert (easy, hard, size) == ([0, 0, 2], [1, 0, 0], [0, 0.5, 0])
     recall = history.remembered([1, 3])
     assert recall.mean == pytest.approx(0.5 / 3) and recall.size_K[0] == 0.5 and recall.size_K[1].isnan()
-    assert not history_of(AllPrompts()).remembers  # nobody asks, so checkpoints stay small
+    assert not len(history_of(AllPrompts()).records)  # nobody asks, so checkpoints stay small
 
 
 def test_a_rollout_that_shows_nothing_is_as_if_it_had_not_come_up():
@@ -282,11 +283,11 @@ def test_a_history_survives_a_checkpoint():
     remember(history, [1, 1], [0, 1])
     history.draw(4)
     history.explore = (0.3, 0.4)
-    sampling = config.Rollout(4, 2, 8, window=2, in_flight=2, max_age=2)
-    pool, other_pool = (Pool(history_of(AllPrompts()), sampling) for _ in range(2))
+    sampling, windows = config.Rollout(4, 2, 8), Windows(2, 2, 2)
+    pool, other_pool = (Pool(history_of(AllPrompts()), sampling, windows, Sample) for _ in range(2))
     pool.draw(1)
-    pool.begun = [(PromptDraw(PROMPTS[1], 3, 0.5, 2.0, copy=2, age=1, number=1),
-                   (Sample((5, 6), (-0.1, -1 / 3), False), Sample((5,), (-0.5,), True)))]
+    pool.begun = [(Turn(PROMPTS[1], 3, 0.5, 2.0, number=1, copy=2, age=1),
+                   (Piece(Sample((5, 6), (-0.1, -1 / 3), False)), Piece(Sample((5,), (-0.5,), True))))]
     for saved, loaded in ((history, other), (pool, other_pool)):
         assert fields_of(loaded) != fields_of(saved)
         file = io.BytesIO()

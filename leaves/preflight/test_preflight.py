@@ -13,7 +13,6 @@ import train
 from infra.choices import resolve_auto
 from learner import Learner
 from leaves.lora import join as lora
-from leaves.lora.settings import Lora
 from leaves.preflight import checks as preflight
 from policy import Weights
 from records import Group, Problem, Prompt, Sample, Segments
@@ -62,11 +61,13 @@ def test_all_is_well_with_a_right_model_and_the_policy_is_left_as_it_was(kind, s
     assert not any(p.any() for name, p in policy.items() if name.endswith("lora_B"))
 
 
-def test_an_adapter_that_no_engine_gets_is_seen(cfg, monkeypatch):
+def test_an_adapter_that_no_engine_gets_is_seen(tiny, tmp_path, monkeypatch):
     """Although it adds nothing yet."""
     monkeypatch.setattr(lora.Adapted, "merged", lambda layer: [("weight", layer.weight), ("bias", layer.bias)][
         :1 + (layer.bias is not None)])
-    assert failing(replace(cfg, model=replace(cfg.model, lora=Lora(rank=2)))) == ["engine follows a sync"]
+    cfg = toy_config(tmp_path / "run", f"model.path={tiny}", "model.dtype=float32", "rollout.max_new_tokens=24",
+                     "eval.max_new_tokens=8", "model.lora.rank=2")
+    assert failing(cfg) == ["engine follows a sync"]
 
 
 @pytest.mark.slow

@@ -119,8 +119,8 @@ def test_rows_hold_exactly_the_kept_tokens_whatever_the_capacity_and_the_ranks(c
         assert torch.equal(row.likelihood_C, row.weight_C)  # 0 where the row only keeps its rank in step
     for plan, row in zip(plans, rows, strict=True):
         first, first_query = 0, 0
-        for (n, g), own, seen, last in zip(plan.members, row.segments.queries, row.segments.keys, row.last_S.tolist(),
-                                           strict=True):
+        lasts = (row.segments.start_2S[0, 1:] - 1).tolist()
+        for (n, g), own, seen, last in zip(plan.members, row.segments.queries, row.segments.keys, lasts, strict=True):
             key_L = row.segments.key_K[first:first + seen]
             assert row.ids_T[key_L].tolist() == [*GROUPS[n].prompt.ids, *GROUPS[n].samples[g].ids]
             assert row.position_T[key_L].tolist() == list(range(seen))
@@ -166,8 +166,11 @@ def test_attention_costs_as_much_as_a_count_of_operations_says():
 
 def test_a_row_by_hand():
     """Two prompts. Of the second completion of 7 8, its token 9 was trained on before, so 6 comes after this 9."""
+    class Begun(Sample):
+        scored = slice(1, None)
+
     def sample(*ids: int, start: int = 0) -> Sample:
-        return Sample(ids, [-float(i) for i in ids], True, start=start)
+        return (Begun if start else Sample)(ids, [-float(i) for i in ids], True)
 
     groups = [Group(Prompt("a", (7, 8), ""), (sample(4, 5), sample(9, 6, start=1), sample(3))),
               Group(Prompt("b", (2,), ""), (sample(1), sample(1), sample(1)))]
@@ -183,13 +186,12 @@ def test_a_row_by_hand():
     assert row.segments.key_K.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 0, 1, 6, 7, 8]
     assert row.target_C.tolist() == [4, 5, 6, 3, 1]
     assert row.predict_C.tolist() == [1, 2, 4, 1, 7]
-    assert row.last_S.tolist() == [3, 5, 6, 8]
+    assert row.segments.start_2S[0].tolist() == [0, 4, 6, 7, 9]
     assert row.segment_C.tolist() == [0, 0, 1, 2, 3]
     assert row.sampled_logp_C.tolist() == [-4, -5, -6, -3, -1]
     assert row.adv_C.tolist() == [0, 0, 1, 2, 5] and row.weight_C.tolist() == [0, 0, 10, 20, 50]
     assert row.bonus_C.tolist() == [0, 0, 4, 8, 20]
-    assert row.likelihood_C.tolist() == [0, 0, 2, 4, 10] and row.reward_S.tolist() == [0, 3, 6, 15]
-    assert row.length_S.tolist() == [2, 2, 1, 1]
+    assert row.likelihood_C.tolist() == [0, 0, 2, 4, 10]
 
 
 def drawn_minibatch(rng: random.Random) -> Minibatch:

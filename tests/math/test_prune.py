@@ -1,6 +1,5 @@
 """CPPO as the paper writes it (per question) and as it was released (over the batch), ties and flat groups included."""
 
-from dataclasses import replace
 from math import log, sqrt
 
 import pytest
@@ -177,9 +176,16 @@ def test_sizes_by_hand():
     assert gradient_size(flat, "surprise", False).tolist() == [[1, 1, 1]]
 
 
+class Begun(Sample):
+    """A completion whose first token an earlier step has trained on."""
+
+    scored = slice(1, None)
+
+
 def test_surprise_is_of_the_tokens_of_this_step_and_never_0():
     whole = Sample([1, 2, 3], [0.0, log(0.2), log(0.4)], True)
-    got = surprise([Group(Prompt("q", (1,), "1"), (whole, replace(whole, start=1), Sample([1, 2], [0.0, 0.0], True)))])
+    samples = whole, Begun(whole.ids, whole.logp, True), Sample([1, 2], [0.0, 0.0], True)
+    got = surprise([Group(Prompt("q", (1,), "1"), samples)])
     assert got.tolist() == [pytest.approx([sqrt(LEAST_SURPRISE ** 2 + 1), 1, sqrt(2) * LEAST_SURPRISE])]
 
 
