@@ -17,7 +17,7 @@ from conftest import ROOT
 from tqdm import tqdm
 
 import config
-from infra import runfolder
+from infra import dist, runfolder
 
 sys.path.append(str(ROOT / "experiments"))
 
@@ -114,9 +114,7 @@ def test_rates_come_first_and_then_seed_by_seed_the_six_of_which_a_part_is_18_ru
 
     monkeypatch.setattr(compare, "keep", train)
     monkeypatch.setattr(compare, "write_validation", lambda: None)
-    monkeypatch.setattr(compare, "RESULTS", results)
-    monkeypatch.setattr(sys, "argv", ["compare.py", *(["--full"] if full else [])])
-    compare.main()
+    compare.experiment(full, results)
     tuning = [run for run in made if run[0] == "validation"]
     assert len(tuning) == (8 * 9 if full else 0) and made[:len(tuning)] == tuning
     rest, rate = made[len(tuning):], "5e-5" if full else "1e-4"
@@ -238,6 +236,7 @@ def test_sigterm_ends_an_experiment_as_ctrl_c_does(capsys):
         assert kept_runs.experiment_status(lambda: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(60)) == 130
     finally:
         signal.signal(signal.SIGTERM, before)
+        dist.init("cpu")  # which the end of a program has closed
     assert capsys.readouterr().err == "interrupted; the same command goes on from there\n"
 
 
