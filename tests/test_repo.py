@@ -97,7 +97,7 @@ def test_every_shipped_config_loads(path):
 def test_every_metric_has_a_glossary_entry_and_every_entry_a_metric(tmp_path):
     (tmp_path / "own.py").write_text("def reward(text):\n    return 0")
     few = ["rollout.prompts_per_step=2", "rollout.max_new_tokens=32", "eval.max_new_tokens=8"]
-    train.train(toy_config(tmp_path / "run", *few, "data.limit=4", "rollout.drafts=true", "eval.n=2",
+    train.train(toy_config(tmp_path / "run", *few, "data.limit=2", "rollout.drafts=true", "eval.n=2",
                            "eval.temperature=1", "reward.accuracy=0", "reward.format=0.1", "reward.tag_exact=0.1",
                            "reward.tag_number=0.1", "reward.custom=0.1",
                            f"reward.custom_file={tmp_path / 'own.py'}"))
