@@ -33,8 +33,9 @@ from tqdm import tqdm
 import config
 from infra import checkpoint, dist, runfolder
 from learner import make_optimizers
-from leaves.lora import join as lora
 from model import empty_model
+from policy import Weights
+from settings import leaves
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = ["rollout.group_size=8", "rollout.prompts_per_step=4", "data.limit=10", "checkpoint.every=1",
@@ -129,7 +130,7 @@ def record(out: Path) -> tuple:
     step = (out / "checkpoints" / "latest").read_text()
     cfg = config.load(out / "config.yaml")
     model = empty_model(ROOT / cfg.model.path, torch.float32)
-    lora.adapt(model, cfg.model.lora, torch.float32)
+    leaves.through("weights", cfg, Weights()).adapt(model, torch.float32)
     model.to_empty(device="cpu")
     state = checkpoint.tensors(model, make_optimizers(model, cfg.optim))
     checkpoint.load_tensors(out / "checkpoints" / step / "policy", state)
