@@ -210,7 +210,7 @@ def tools():
 
 def opened(tmp_path: Path, source: str, **settings) -> EnvironmentFile:
     (tmp_path / "mine.py").write_text(source)
-    given = {"max_context": 100, "seconds": 0.3} | settings
+    given = {"max_context": 100, "seconds": 1} | settings
     return open_environment(Environment(str(tmp_path / "mine.py"), **given))
 
 
@@ -297,7 +297,7 @@ def test_hostile_files_end_in_one_line_or_do_no_harm(case, tmp_path, capfd, monk
     body, message = HOSTILE[case]
     if case == "sleeps":
         monkeypatch.setattr(workers, "PATIENCE", 1)
-    seconds = 60 if message is None else 0.3  # to print or return so much takes a slow machine seconds
+    seconds = 60 if message is None else 1  # to print or return so much takes a slow machine seconds
     file = opened(tmp_path, f"def reply(text, row):\n    {body}\n", seconds=seconds)
     problems = [Problem("q", "q?", "1", row={"question": "q?"})]
     if message is None:
@@ -317,7 +317,7 @@ def test_hostile_files_end_in_one_line_or_do_no_harm(case, tmp_path, capfd, monk
     ("def tools():\n    return []", r"tools\(\) returns \[\]; it must be a list of functions"),
     ("def tools():\n    return [5]", r"tools\(\) returns \[5\]; it must be a list of functions"),
     ("def reply(text:", "it raises SyntaxError"), ("import nowhere_at_all", "it raises ModuleNotFoundError in line 1"),
-    ("while True: pass", "before the run, a call took more than 0.3 s of computing")])
+    ("while True: pass", "before the run, a call took more than 1 s of computing")])
 def test_a_file_that_is_none_is_one_line(source, message, tmp_path):
     with pytest.raises(ConfigError, match=f"^environment.file={tmp_path}/mine.py: [^\n]*{message}"):
         opened(tmp_path, source)
@@ -328,7 +328,7 @@ def test_a_call_that_is_ended_ends_its_completion_and_is_said_once(tmp_path, cap
     replies = [file.wait(file.ask(text, text, {}), row) for text, row in (("a", "q7"), ("b", "q8"))]
     assert replies == [Reply(None, failures=1)] * 2
     assert capfd.readouterr().err.splitlines() == [
-        f"environment.file={tmp_path}/mine.py: a call took more than 0.3 s of computing or 10 times that by the clock "
+        f"environment.file={tmp_path}/mine.py: a call took more than 1 s of computing or 10 times that by the clock "
         "(environment.seconds), and was ended (row q7); its completion ends there, as of all that end so "
         "(environment/failures)"]
 
@@ -336,7 +336,7 @@ def test_a_call_that_is_ended_ends_its_completion_and_is_said_once(tmp_path, cap
 def test_a_tool_that_is_ended_is_an_error_that_the_model_reads(tmp_path):
     file = opened(tmp_path, "def loop(n: int):\n    while n: pass\n\ndef tools():\n    return [loop]\n")
     reply = ask(file, 'Now {"name": "loop", "arguments": {"n": 1}}')
-    assert reply.content.startswith("\nerror: the call took more than 0.3 s") and reply.failures == 1
+    assert reply.content.startswith("\nerror: the call took more than 1 s") and reply.failures == 1
 
 
 # ---- settings

@@ -1,4 +1,4 @@
-"""Run the user's own environment in a worker (infra/environment.py): reply(text, row) or tools().
+"""Run the user's own environment in a worker (leaves/environment/file.py): reply(text, row) or tools().
 
 Only plain values travel back: an exception of the user's own could not be made again in the trainer.
 """
@@ -10,6 +10,8 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from pydantic import TypeAdapter, ValidationError, validate_call
 
 from infra.user_worker import Source, WrongFile, on_one_line, run_guarded
 
@@ -71,8 +73,6 @@ def list_tools(scope: dict) -> list[Callable]:
 
 def describe(function: Callable) -> dict:
     """Describe a function by its name, its docstring and the types of its parameters."""
-    from pydantic import TypeAdapter  # slow to import, and only tools need it
-
     return {"type": "function", "function": {
         "name": function.__name__,
         "description": inspect.getdoc(function) or "",
@@ -146,8 +146,6 @@ def find_calls(text: str, form: str) -> list[str]:
 
 def run_tool(functions: dict[str, Callable], call: str, turn: Turn) -> tuple[str, str, bool]:
     """Run one call; returns the name of the tool, its result as text, and whether it failed."""
-    from pydantic import ValidationError, validate_call
-
     name = ""
     try:
         asked = json.loads(call)
