@@ -45,7 +45,6 @@ from infra.digests import (
     sha256,
     writing_rank,
 )
-from infra.results import differences
 from infra.runfolder import Resume, versions
 from infra.stopping import Stopped
 from records import Metrics, Prompt

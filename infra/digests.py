@@ -1,4 +1,4 @@
-"""Hash files, and read and write files.json, which lists them:
+"""Hash files and compare what identifies them, and read and write files.json, which lists them:
 {"files": {"policy/__0_0.distcp": [bytes, sha256], ...}, "sha256": of this table}.
 
 A file that is not listed does not count: file managers and NFS leave some.
@@ -7,7 +7,7 @@ A file that is not listed does not count: file managers and NFS leave some.
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -82,3 +82,12 @@ def hash_files(paths: list[Path]) -> str:
     with ThreadPoolExecutor() as threads:
         hashes = list(threads.map(hash_file, paths))
     return sha256([(path.name, content) for path, content in zip(paths, hashes, strict=True)])
+
+
+def differences(old: object, new: object, path: str = "") -> Iterator[str]:
+    """Yield each difference of two heads, with both values."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys((*new, *old)):
+            yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+    elif old != new:
+        yield f"{path} was {old!r} and is {new!r}"

@@ -9,7 +9,7 @@ mixed in.
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 import verify
 from config import Config, Reward
 from infra import dist
-from infra.digests import hash_files, sha256
+from infra.digests import differences, hash_files, sha256
 from infra.figures import summarise
 from infra.lines import DAMAGED, append, blame_file, mend_log, write_json
 from infra.tokenizer import Tokenizer
@@ -146,15 +146,6 @@ def require_same_head(path: Path, old: dict, new: dict) -> None:
         raise ConfigError(f"{path} holds responses that were made with other settings: {difference}; "
                           "give another --out, remove it to begin again, or --rescore it if only the "
                           "verifier differs")
-
-
-def differences(old: object, new: object, path: str = "") -> Iterator[str]:
-    """Yield each difference of two heads, with both values."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in dict.fromkeys((*new, *old)):
-            yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
-    elif old != new:
-        yield f"{path} was {old!r} and is {new!r}"
 
 
 # ---- reading results

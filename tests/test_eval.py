@@ -23,7 +23,7 @@ import train
 from config import ConfigError
 from data import load_problems
 from infra import figures, results, runfolder
-from infra.results import differences
+from infra.digests import differences
 from records import Problem, Prompt, Sample
 from rollout import TorchEngine
 from verify import paired

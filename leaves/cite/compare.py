@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from infra.digests import differences
 from infra.figures import count_right, mean_reward
 from infra.lines import blame_file
-from infra.results import differences, summarise_file
+from infra.results import summarise_file
 from settings.loader import ConfigError
 from verify.paired import mcnemar, paired_interval
 
