@@ -35,6 +35,7 @@ from infra import dist
 from infra.digests import (
     LIST,
     Files,
+    differences,
     find_changed,
     find_missing,
     format_list,

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,11 +16,8 @@ import history
 import train
 from advantage import advantage
 from collect import Sampler, Selection, choose, lacks
-from config import ConfigError
 from infra import checkpoint, dist, runfolder
 from infra.checkpoint import tensors
-from infra.stopping import Stopped
-from leaves.soft_value import join as soft_value
 from prune import adapt_p
 from records import Prompt, Rolled, Sample
 from settings.kinds import GroupNorm
@@ -236,53 +232,6 @@ def test_differences_in_length_alone_are_no_information_for_dapo(in_order, tmp_p
             assert collect.informative_groups(rolled).tolist() == [k == "i" for k in "ieiieiee"]
             assert collect.informative_groups(other).tolist() == [k == "i" or n == 1 for n, k in enumerate("ieiieiee")]
     assert found["accuracy"] == list("iiii")
-
-
-def test_a_table_of_soft_values_is_built_once_and_goes_on_where_it_was_cut_off(tmp_path, monkeypatch):
-    """In batches of as many completions as there are slots; a torn line is sampled again, whole ones are not. A run
-    that has trained since asks nobody again."""
-    monkeypatch.setattr(soft_value, "ROUNDS_A_WRITE", 1)
-    cfg = toy_config(tmp_path / "run", "advantage.samples=4", "rollout.slots=8", "advantage.beta=0.25",
-                     name="apo_gsm8k.yaml toy.yaml")
-    prompts = prompts_of("eihiie")
-    script = Script(prompts)
-    sampler = Sampler(script, TOKENIZER, cfg.rollout, cfg.reward, cfg.seed)
-
-    def table(sampled: bool = False) -> dict[str, float]:
-        return soft_value.estimate_table(sampler, prompts, cfg.advantage, tmp_path, sampled).values
-
-    whole = table()
-    assert ["".join(kinds) for kinds in script.rounds] == ["ei", "hi", "ie"]
-    some = 0.25 * math.log((math.exp(4) + 3) / 4)
-    assert [whole[p.id] for p in prompts] == pytest.approx([1, some, 0, some, some, 1])
-    file = tmp_path / "soft_values.jsonl"
-    lines = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(lines[:4]) + lines[4][:9])
-    script.rounds = []
-    with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(script, "generate", Mock(side_effect=Stopped))
-        table()
-    assert file.read_text() == "".join(lines[:4])
-    with pytest.raises(ConfigError, match=r"soft_values.jsonl lacks 2 of 6 prompts, which only the initial policy"):
-        table(sampled=True)
-    assert script.rounds == []
-    assert table() == whole
-    assert ["".join(kinds) for kinds in script.rounds] == ["ie"] and file.read_text() == "".join(lines)
-    assert table(sampled=True) == whole and len(script.rounds) == 1
-
-
-def test_a_run_with_soft_values_trains_on_what_its_table_leaves(tmp_path):
-    """The advantages that are logged are rewards less V* of the file. That a resumed run reads the same file:
-    test_train.py."""
-    cfg = toy_config(tmp_path / "run", "data.limit=4", "advantage.samples=2", "steps=1", "rollout.group_size=1",
-                     "update.minibatches=1", "data.eval=null", name="apo_gsm8k.yaml toy.yaml")
-    train.train(cfg)
-    lines = {line["id"]: torch.tensor([line["rewards"]], dtype=torch.float64)
-             for line in runfolder.read_log(tmp_path / "run" / "soft_values.jsonl")}
-    for line in runfolder.read_log(tmp_path / "run" / "samples.jsonl"):
-        value = soft_value.soft_value(lines[line["id"]], 0.5).item()
-        completion, = line["completions"]
-        assert completion["advantage"] == pytest.approx(completion["reward"] - value)
 
 
 def test_another_term_of_the_loss_gives_completions_of_advantage_0_a_gradient(in_order, tmp_path):

@@ -16,7 +16,6 @@ import torch
 from conftest import (
     TOY,
     as_batch,
-    as_rolled,
     attend_alone,
     gradients,
     load,
@@ -27,7 +26,7 @@ from conftest import (
     weights,
 )
 from test_objectives import OBJECTIVES as TEXTBOOK
-from test_objectives import critic_of, gradient_of, learner_on, windowed
+from test_objectives import gradient_of, learner_on, windowed
 
 import config
 import data
@@ -35,7 +34,6 @@ import model as decoder
 import train
 from advantage import group_norm
 from infra import checks, dist, runfolder
-from leaves.critic import join as critic
 from leaves.lora import join as lora
 from prune import COMPLETIONS, Candidates
 from settings import leaves
@@ -99,19 +97,6 @@ def gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> tuple[fl
     return measured["train/loss"], grad
 
 
-def critics_gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> tuple[float, Gradient]:
-    """Of the critic's loss on what is done."""
-    learner, total = learner_on(Path(cfg.model.path), cfg), 0.0
-    of_critic = critic_of(learner)
-    nudge(of_critic.model, 0.1)
-    minibatch, = critic.split_minibatches(of_critic, learner, as_rolled(groups, adv_NG), step=0)
-    for row in learner.rows(minibatch):
-        target_C = critic.critic_target(of_critic, learner, row, critic.rewards_of(minibatch, row))
-        loss, _ = critic.add_value_gradient(of_critic, learner, row, target_C)
-        total += loss.item()
-    return dist.sum_over_ranks({"loss": total})["loss"], gradients(of_critic.model)
-
-
 def assert_same(one: tuple[float, Gradient], other: tuple[float, Gradient], rtol: float) -> None:
     """Relative to the largest entry of each tensor: sums of both signs leave entries that are all rounding."""
     assert one[0] == pytest.approx(other[0], rel=rtol, abs=rtol)
@@ -150,24 +135,14 @@ def test_no_objectives_gradient_depends_on_the_cut_or_the_order(name, rolled, ti
         assert_same(alone, other, rtol=1e-10)
 
 
-@pytest.mark.parametrize("how", others_slow([["advantage.lam_critic=1"], ["advantage.lam_critic=0.9"],
-                                             ["model.lora.rank=2"]], ["advantage.lam_critic=0.9"]))
-def test_the_critics_gradient_does_not_depend_on_the_cut_or_the_order(how, rolled, tiny, tmp_path):
-    cfg = objective("vapo", tmp_path / "run", f"model.path={tiny}", "critic.minibatches=1", *how)
-    alone = critics_gradient(cfg, *rolled)
-    for other in in_other_ways(critics_gradient, cfg, *rolled):
-        assert_same(alone, other, rtol=1e-10)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["none", "all"])
 def test_compiled_passes_have_the_same_gradient(how, rolled, tiny, tmp_path):
-    """Of the policy and of a critic, sharded as in training."""
-    cfg = objective("vapo", tmp_path / "run", f"model.path={tiny}", "critic.minibatches=1", "pack.capacity=176",
-                    f"model.checkpoint_blocks={how}")
+    """Of a policy that is sharded as in training."""
+    how = f"model.checkpoint_blocks={how}"
+    cfg = objective("dapo", tmp_path / "run", f"model.path={tiny}", "pack.capacity=176", how)
     fused = change(cfg, "model.compile=true")
-    for gradient_by in (gradient, critics_gradient):
-        assert_same(gradient_by(cfg, *rolled), gradient_by(fused, *rolled), rtol=1e-10)
+    assert_same(gradient(cfg, *rolled), gradient(fused, *rolled), rtol=1e-10)
 
 
 def moved_adapter(cfg: config.Config, plain: decoder.Decoder) -> dict[str, lora.Adapted]:

@@ -9,15 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import as_rolled, gradients, make_groups, mask_backend, nudge, others_slow
+from conftest import make_groups, mask_backend, nudge, others_slow
 from test_invariance import Gradient, on_ranks
-from test_objectives import CORRECT_NG, OBJECTIVES, Case, critic_of, gradient_of, learner_on
+from test_objectives import OBJECTIVES, Case, gradient_of, learner_on
 
 import learner
 import model as decoder
 from config import Pack
-from leaves.critic import join as critic
-from leaves.windows.join import Piece
 from pack import Minibatch, Plan
 from records import Pruned
 
@@ -106,32 +104,6 @@ def test_so_are_they_on_many_ranks(ranks, names, tiny, tmp_path, monkeypatch):
     for mine in on_ranks(ranks, tmp_path, by_cut, tiny, tmp_path / "many", names):
         for (name, cut), grads in mine.items():
             assert_equal(grads, expected[name], f"{name}, {cut}")
-
-
-def critics_gradient(folder, out, lam: float, pack: Pack) -> Gradient:
-    """Of the critic's loss on completions that have ended, all but one."""
-    case = Case("vapo", folder, out, f"advantage.lam_critic={lam}", "critic.minibatches=1", **SHAPE)
-    trained = replace(case.learner, pack=pack)
-    of_critic, samples = critic_of(trained), list(case.groups[1].samples)
-    samples[2] = Piece(replace(samples[2], finished=False), pending=True)
-    groups = [case.groups[0], replace(case.groups[1], samples=tuple(samples))]
-    minibatch, = critic.split_minibatches(of_critic, trained, as_rolled(groups, CORRECT_NG), step=0)
-    for row in trained.rows(minibatch):
-        target_C = critic.critic_target(of_critic, trained, row, critic.rewards_of(minibatch, row))
-        critic.add_value_gradient(of_critic, trained, row, target_C)
-    return gradients(of_critic.model)
-
-
-@pytest.mark.parametrize("lam", [1, 0.9])
-def test_so_is_the_critics(lam, tiny, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(learner, "pack", alone)
-        expected = critics_gradient(tiny, tmp_path / "run", lam, Pack(1000))
-    for cut in ("whole", "split"):
-        assert_equal(critics_gradient(tiny, tmp_path / "run", lam, CUTS[cut]), expected, cut)
-    others = on_ranks(2, tmp_path, critics_gradient, tiny, tmp_path / "run", lam, Pack(1000)) if lam == 1 else []
-    for other in others:
-        assert_equal(other, expected, "two ranks")
 
 
 def test_a_token_of_one_completion_changes_nothing_in_another(tiny, tmp_path):

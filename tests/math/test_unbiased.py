@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import as_batch, as_rewards, as_rolled, make_groups, needed, others_slow, toy_config
 from outcomes import ADV_NG, EXACT, LENGTHS, REWARD_NG, Step, bias_of_both, by_both, distance, mean_of, outcomes
-from test_objectives import compare, critic_of
+from test_objectives import compare
 from torch import Tensor
 
 import update
@@ -19,8 +19,6 @@ from advantage import ESTIMATORS, group_norm
 from collect import Selection, choose
 from config import ConfigError
 from history import PromptHistory
-from leaves.critic import join as critic
-from leaves.soft_value.join import soft_value
 from prune import COMPLETIONS, Candidates, below_mean, drop_bottom, keep_all, keep_largest, thin
 from records import Batch, Group, Pruned, Rewards, Rolled, lengths
 from settings import kinds, leaves
@@ -195,19 +193,6 @@ def test_prompts_that_are_skipped_need_a_reward_of_every_completion(tiny, tmp_pa
     step = Padded(tiny, tmp_path / "run", PROMPTS)
     with pytest.raises(ConfigError, match="prune.prompts.kind=bernoulli needs a reward .* one of q0 has none: "):
         choose(as_rolled(step.groups, padded(REWARD_NG), padded(ADV_NG)), Selection.of(step.cfg), seed=0)
-
-
-def test_the_soft_value_is_that_of_the_samples_with_a_reward():
-    torch.testing.assert_close(soft_value(padded(REWARD_NG), 0.5), soft_value(REWARD_NG, 0.5))
-    assert soft_value(torch.full((1, 3), torch.nan), 0.5).isnan().all()
-
-
-def test_a_critic_learns_from_those_with_a_reward_alone(tiny, tmp_path):
-    step = Padded(tiny, tmp_path / "run", "advantage={kind: gae}", "critic.lr=1e-4")
-    rolled = as_rolled(step.groups, padded(REWARD_NG), padded(ADV_NG))
-    parts = critic.split_minibatches(critic_of(step.learner), step.learner, rolled, 0)
-    times_NG = sum(part.keep_NG.int() for part in parts)
-    assert torch.equal(times_NG == 1, ~padded(REWARD_NG).isnan())
 
 
 # ---- both levels
