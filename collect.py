@@ -50,13 +50,15 @@ class Sampler:
                 for draw, own in zip(kept, numbers, strict=True)]
 
     def complete(self, requests: list[Request]) -> list[Sample]:
-        """Sample the new tokens of each request. Each rank samples its `local_slice`."""
-        samples = self.engine.generate(
-            dist.local_slice(requests),
-            self.sampling.temperature,
-            progress="rollout" if dist.rank() == 0 else None,
-        )
-        return gather_samples(samples)
+        """Sample the new tokens of each request. Each rank samples its `local_slice`, and gets all."""
+        shown = "rollout" if dist.rank() == 0 else None
+        mine = self.engine.generate(dist.local_slice(requests), self.sampling.temperature, progress=shown)
+        by_rank = [[] for _ in range(dist.world_size())]
+        for first in range(0, int(dist.max_over_ranks(len(mine))), GATHER_BLOCK):
+            blocks = dist.gather([mine[first:first + GATHER_BLOCK]])
+            for arrived, block in zip(by_rank, blocks, strict=True):
+                arrived += block
+        return list(chain.from_iterable(by_rank))
 
     def score(self, groups: list[Group]) -> Rewards:
         """Score the completions of whole groups. Each rank scores its `local_slice`; all get all rewards."""
@@ -71,19 +73,9 @@ class Sampler:
         tokens = [sample.own for sample, _ in answered]
         tokens_NG = torch.tensor(tokens, dtype=torch.int64).view(-1, G)
         rewards = Rewards(components, self.reward.components, tokens_NG, self.sampling.differ_in)
-        if own := own_rewards(self.reward):
-            own.require_lives(rewards, self.reward)
+        if self.reward.custom_file:
+            own_rewards().require_lives(rewards, self.reward)
         return rewards
-
-
-def gather_samples(samples: list[Sample]) -> list[Sample]:
-    """Give every rank the completions of all, in rank order. Arrays travel flat: 12 bytes a token."""
-    by_rank = [[] for _ in range(dist.world_size())]
-    for first in range(0, int(dist.max_over_ranks(len(samples))), GATHER_BLOCK):
-        blocks = dist.gather([samples[first:first + GATHER_BLOCK]])
-        for arrived, block in zip(by_rank, blocks, strict=True):
-            arrived += block
-    return list(chain.from_iterable(by_rank))
 
 
 @frozen

@@ -241,10 +241,10 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, engi
     folder = find_base(cfg.model.path)
     tokenizer = leaves.through("tokenizer", cfg, Tokenizer(folder, cfg.data, cfg.rollout.stop or ()))
     sets = [s.first(cfg.eval.limit) for s in load_sets(cfg.data, tokenizer, cfg.reward)]
-    if cfg.reward.functions:
+    if cfg.reward.custom_file:
         from reward import own_rewards
 
-        own_rewards(cfg.reward).try_functions(cfg.reward, *(s.problems for s in sets if s.reward))
+        own_rewards().try_functions(cfg.reward, *(s.problems for s in sets if s.reward))
     leaves.through("task", cfg, Task(folder, tokenizer, sets=sets))
     name_changed_files(cfg, args.config, tokenizer)
     lengths = [len(prompt.ids) for s in sets for prompt in s.prompts]

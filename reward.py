@@ -106,9 +106,9 @@ LENGTH_COMPONENTS = ("overlong",)
 REPORTED_RATES = ("unparsed", "timed_out", "disagree")  # rates that every step logs beside the components
 
 
-def own_rewards(cfg: Reward) -> ModuleType | None:
-    """Import what calls the user's own functions; None if none of them counts."""
-    return import_module("leaves.own_rewards.calls") if cfg.functions else None
+def own_rewards() -> ModuleType:
+    """Import what calls the user's own functions, if there is a reward.custom_file."""
+    return import_module("leaves.own_rewards.calls")
 
 
 def list_components(cfg: Reward, graded: bool = True) -> list[str]:
@@ -139,7 +139,8 @@ def score(
     texts = [until_end(text) for text, _, _ in completions]
     # The user's functions and the verifier work in other processes: all calls start before one is awaited.
     calls = [None] * len(completions)
-    if own := cfg.custom_file and own_rewards(cfg):
+    own = own_rewards() if cfg.custom_file else None
+    if own:
         file = own.RewardFile.of(cfg)
         for i, (_, problem, tokens) in enumerate(completions):
             calls[i] = own.start_call(file, problem, texts[i], tokens)

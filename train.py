@@ -257,8 +257,8 @@ def load_prompts(cfg: Config, source: Path, tokenizer: Tokenizer, sets: list[Eva
     if graded and gold:
         golds = {p.id: p.answer for p in problems}
         name_unreadable(settings.train, golds, cfg.reward.needs_answers)
-    if own := own_rewards(cfg.reward):
-        own.try_functions(cfg.reward, problems, *(s.problems for s in sets if s.reward))
+    if cfg.reward.custom_file:
+        own_rewards().try_functions(cfg.reward, problems, *(s.problems for s in sets if s.reward))
     prompts = data.to_prompts(
         problems,
         tokenizer,
