@@ -99,10 +99,7 @@ eval.pyz: .venv/run  ## eval.py and all that it needs of ours in one file, which
 	$(VENV)/python -m infra.archive $@
 
 toy: .venv/run       ## rebuild toy/: problems, tokenizer and pre-trained models
-	$(VENV)/python toy/problems.py
-	$(VENV)/python toy/pretrain.py
-	$(VENV)/python toy/hard.py
-	$(VENV)/python toy/talk.py
+	$(VENV)/python experiments/toy_models.py toy hard talk
 
 # Every package has a version and a hash, which pip reads from constraints since 26; an older pip reads
 # requirements/constraints.txt, without hashes, by a line of requirements.txt.

@@ -9,7 +9,6 @@ first run that is missing. A method runs at the learning rate that its runs on t
 chosen; without those, as in a part of the comparison, at that of the config.
 """
 
-import json
 import math
 import sys
 from collections.abc import Iterable
@@ -35,16 +34,13 @@ from kept_runs import (
     read,
     table,
 )
+from toy_tasks import write
 from tqdm import tqdm
 
 import config
 from leaves.page.runs import COSTS, format_value
 from leaves.page.summary import phase_seconds
 from verify.paired import holm
-
-sys.path.append(str(ROOT / "toy"))
-
-import hard  # noqa: E402
 
 PROMPTS = "prune.prompts={kind: bernoulli, drop_prob: 0.5}"
 COMPLETIONS = "prune.completions={kind: bernoulli, drop_prob: 0.5}"
@@ -84,7 +80,7 @@ OTHERS = {
 }
 EVALUATED = "eval.every=15"
 GRID, TUNING_SEEDS = ("2.5e-5", "5e-5", "1e-4", "2e-4"), (100, 101)
-VALIDATION = "runs/hard_validation.jsonl"  # made anew by `write_validation`, always the same
+VALIDATION = "runs/hard_validation.jsonl"  # made anew, always the same
 SEEDS, SOME_SEEDS = range(5), range(3)
 PHASES = ("rollout", "reward", "score", "update", "sync", "step", "eval")
 TOKENS = list(COSTS)[:3]
@@ -113,20 +109,9 @@ def kept_arms(rate_of: dict[str, str], seeds: range, results: Path) -> Arms:
 
 # ---- learning rates
 
-def write_validation() -> None:
-    """Write 600 problems that are none of training, test, or (above level 1) pre-training."""
-    train, test = hard.splits()
-    seen = {numbers for line, numbers in hard.pretraining() if line["level"] > 1}
-    lines = hard.distinct(600, seed=4, taboo=seen | train.keys() | test.keys())
-    rows = [{"id": f"hard/validation/{i}", **line} for i, line in enumerate(lines.values())]
-    path = ROOT / VALIDATION
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def tune(results: Path, bar: tqdm) -> None:
     """Run the six and the controls at every rate of the grid, on seeds that are not used again."""
-    write_validation()
+    write("hard", ROOT, only=VALIDATION)
     for seed in TUNING_SEEDS:
         for name in TUNED:
             for rate in GRID:

@@ -10,7 +10,15 @@ from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
+import common
+import gpu
+import gpu_parts
+import grade
+import peers
+import plan
 import pytest
+import shapes
+import step
 import torch
 from conftest import ROOT
 
@@ -22,17 +30,6 @@ from leaves.fit.test_memory import small
 from leaves.lora import join as lora
 from leaves.lora.settings import Lora
 from model import Decoder
-
-sys.path.append(str(ROOT / "bench"))  # behind the root: one of its files has a name of ours
-
-import common  # noqa: E402
-import gpu  # noqa: E402
-import gpu_parts  # noqa: E402
-import grade  # noqa: E402
-import peers  # noqa: E402
-import plan  # noqa: E402
-import shapes  # noqa: E402
-import step  # noqa: E402
 
 
 @pytest.fixture

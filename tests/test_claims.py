@@ -2,19 +2,15 @@
 
 import json
 import math
-import sys
 
+import claims
+import compare
+import compare_flight
+import kept_runs
 import numpy as np
 import pytest
 from conftest import ROOT
 from test_compare import make, section
-
-sys.path.append(str(ROOT / "experiments"))
-
-import claims  # noqa: E402
-import compare  # noqa: E402
-import compare_flight  # noqa: E402
-import kept_runs  # noqa: E402
 
 
 def test_results_quotes_verdicts_that_the_command_prints_of_what_is_kept(capsys):

@@ -10,20 +10,17 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import compare
+import kept_runs
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from kept_runs import Record, Run
 from tqdm import tqdm
 
 import config
 from infra import dist, runfolder
-
-sys.path.append(str(ROOT / "experiments"))
-
-import compare  # noqa: E402
-import kept_runs  # noqa: E402
-from kept_runs import Record, Run  # noqa: E402
 
 
 def make(results: Path, run: Run, gain: float, tokens: int = 4000) -> None:
@@ -113,7 +110,7 @@ def test_rates_come_first_and_then_seed_by_seed_the_six_of_which_a_part_is_18_ru
             make(results, run, 0.2 if run.rate == "5e-5" else 0.1)
 
     monkeypatch.setattr(compare, "keep", train)
-    monkeypatch.setattr(compare, "write_validation", lambda: None)
+    monkeypatch.setattr(compare, "write", lambda *given, only: None)
     compare.experiment(full, results)
     tuning = [run for run in made if run[0] == "validation"]
     assert len(tuning) == (8 * 9 if full else 0) and made[:len(tuning)] == tuning
@@ -248,17 +245,6 @@ def test_a_write_that_fails_leaves_the_results_as_they_were(tmp_path, monkeypatc
     with pytest.raises(ZeroDivisionError):
         make(results, compare.arm("grpo", "1e-4", 1), 0.1)
     assert results.read_bytes() == before and len(kept_runs.read(results)) == 1
-
-
-def test_the_validation_split_shares_no_problem_with_the_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare, "ROOT", tmp_path)
-    compare.write_validation()
-    rows = [json.loads(line) for line in (tmp_path / compare.VALIDATION).read_text().splitlines()]
-    questions = {row["question"] for row in rows}
-    assert len(questions) == 600 and {row["level"] for row in rows} == set(range(1, 7))
-    for name in ("train", "test"):
-        lines = (ROOT / "toy" / f"hard_{name}.jsonl").read_text().splitlines()
-        assert questions.isdisjoint(json.loads(line)["question"] for line in lines)
 
 
 def test_what_is_kept_in_the_repository_is_what_the_arms_of_today_would_run():

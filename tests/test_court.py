@@ -4,7 +4,6 @@ the script that plugs it in."""
 import itertools
 import math
 import os
-import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +12,22 @@ from pathlib import Path
 
 import pytest
 import torch
+import try_method
 from conftest import ROOT, toy_config
+from court import (
+    abort,
+    abort_controls,
+    allocation,
+    ctpo,
+    forks,
+    otb,
+    otb_released,
+    pass_rates,
+    sapo,
+    signs,
+    survivors,
+)
+from kept_runs import append, is_kept
 from test_compare import make
 from torch import Tensor
 
@@ -31,25 +45,6 @@ from loss import token_weight
 from prune import COMPLETIONS
 from records import Group, LogProbs, Prompt, PromptDraw, Rewards, Rolled, Sample, lengths
 from settings import kinds, leaves, loader
-from verify.grade import grade
-
-sys.path.append(str(ROOT / "experiments"))
-import long_sums  # noqa: E402
-import try_method  # noqa: E402
-from court import (  # noqa: E402
-    abort,
-    abort_controls,
-    allocation,
-    ctpo,
-    forks,
-    otb,
-    otb_released,
-    pass_rates,
-    sapo,
-    signs,
-    survivors,
-)
-from kept_runs import append, is_kept  # noqa: E402
 
 EXACT, BIASED = 1e-12, 1e-3
 wide = partial(torch.tensor, dtype=torch.float64)
@@ -446,31 +441,6 @@ def test_an_unknown_method_is_an_error(command):
 def test_every_config_of_the_court_loads(path, plugged):
     plugged(try_method.load(path.with_suffix(".py")))
     assert config.load(path).out == f"runs/{path.stem}"
-
-
-# ---- the testbed
-
-def test_the_shipped_problems_are_those_of_the_generator(tmp_path):
-    long_sums.write(tmp_path)
-    for name in ("train", "validation", "test"):
-        assert (tmp_path / f"{name}.jsonl").read_text() == (ROOT / f"experiments/long_sums/{name}.jsonl").read_text()
-
-
-def test_long_answers_add_one_by_one_and_what_they_take_back_is_wrong():
-    rng = random.Random(0)
-    made = [long_sums.problem(rng, 18, long_sums.WRONG) for _ in range(50)]
-    assert len({len(line["solution"]) for line, _ in made}) > 10
-    for line, (start, step, level) in made:
-        *rows, answer = line["solution"].splitlines()
-        kept, doubted = ([row for row in rows if row.endswith("!") == wrong] for wrong in (False, True))
-        totals = [(start + i * step) % 100 for i in range(level + 1)]
-        assert kept == [f"{i}:{totals[i - 1]}+{step}={totals[i]}" for i in range(1, level + 1)]
-        assert answer == f"#### {totals[-1]}" == f"#### {line['answer']}"
-        assert doubted and not {row.rstrip("!") for row in doubted} & {*kept}
-        assert grade([(line["answer"], line["solution"])])[0]["verdict"] == "right"
-    assert not long_sums.splits()["validation"].keys() & long_sums.splits()["test"].keys()
-    pretrained = {next(lines)["question"] for lines in [long_sums.pretraining()] for _ in range(5000)}
-    assert not pretrained & {line["question"] for of in long_sums.splits().values() for line in of.values()}
 
 
 # ---- claims, and a method of somebody's own

@@ -1,12 +1,15 @@
 """A model out of a GGUF file is the model that is in it, and the word problems that it learns on are sound."""
 
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
+import gguf_model
 import pytest
+import smollm2
+import smollm2_reward
 import torch
+import word_problems
 from conftest import ROOT, others_slow
 from safetensors.torch import load_file
 
@@ -16,13 +19,6 @@ from config import ConfigError
 from infra import runfolder
 from infra.tokenizer import Tokenizer
 from infra.weights import read_shape
-
-sys.path.append(str(ROOT / "experiments"))
-
-import gguf_model  # noqa: E402
-import smollm2  # noqa: E402
-import smollm2_reward  # noqa: E402
-import word_problems  # noqa: E402
 
 TEMPLATE = ("{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>'"
             " + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")

@@ -5,29 +5,25 @@ Sampled: completions token by token, prompts, aborts and refills as they come, a
 
 import itertools
 import re
-import sys
 from functools import cache
 from statistics import mean
 from typing import NamedTuple
 
+import atlas
+import enumeration
+import estimators
 import pytest
 import torch
+from atlas import EXACT, LITERATURE, TABLES, Row, measure, problem_of
 from conftest import ROOT, others_slow
+from enumeration import AWAY, BEHIND, OWN, THETA, TREES, Problem, Steps
+from estimators import ADVANTAGES, CONTROLS, PRUNERS, REGIONS, Estimator
 from torch import Tensor
 
-sys.path.append(str(ROOT / "experiments"))
-
-import atlas  # noqa: E402
-import enumeration  # noqa: E402
-import estimators  # noqa: E402
-from atlas import EXACT, LITERATURE, TABLES, Row, measure, problem_of  # noqa: E402
-from enumeration import AWAY, BEHIND, OWN, THETA, TREES, Problem, Steps  # noqa: E402
-from estimators import ADVANTAGES, CONTROLS, PRUNERS, REGIONS, Estimator  # noqa: E402
-
-from advantage import advantage  # noqa: E402
-from loss import TRUST, token_weight  # noqa: E402
-from prune import COMPLETIONS, Candidates, rewards_of_kept  # noqa: E402
-from records import LogProbs, Pruned  # noqa: E402
+from advantage import advantage
+from loss import TRUST, token_weight
+from prune import COMPLETIONS, Candidates, rewards_of_kept
+from records import LogProbs, Pruned
 
 ROWS = {(row.problem, row.chosen): row for rows in TABLES.values() for row in rows}  # of the page, each once
 CHANCE = ("bernoulli", "pps")  # kinds that draw

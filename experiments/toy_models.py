@@ -1,33 +1,34 @@
-"""Build the toy model: a tokenizer, then a Qwen2-format decoder that can work answers out but rarely does.
+"""Make the shipped models, and the problems that they are for (toy_tasks.py).
 
-    python toy/pretrain.py      # writes toy/model/ (about 20 minutes on one core)
+    python experiments/toy_models.py toy hard talk    # `make toy`: 20, 2 and 1 minutes on one core
+    python experiments/toy_models.py long_sums        # the court's testbed: 9 minutes
 
-A third of its training texts are worked solutions, two thirds are bare guesses ("#### 12"). So it mostly
-guesses, and is mostly wrong; its worked solutions are mostly right. Reinforcement learning then teaches
-it to work answers out.
+Problems and tokenizers come out the same, byte for byte; weights differ with the machine. MODELS says how
+each model is trained. They have 0.5M to 0.9M parameters in Qwen2's format, and do rarely what reinforcement
+learning then teaches them to do: the toy guesses two thirds of its answers, hard and long_sums end training
+early, and talk asks the right thing about half of the time.
 """
 
 import json
-import random
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+import torch
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from toy_tasks import ROOT, hard_texts, long_sums_texts, splits, talk_texts, toy_texts, write
+from tqdm import trange
 
-import torch  # noqa: E402
-from problems import problems, splits  # noqa: E402
-from tokenizers import Tokenizer as RustTokenizer  # noqa: E402
-from tokenizers import decoders, models, pre_tokenizers, trainers  # noqa: E402
-from tqdm import trange  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 import model as decoder  # noqa: E402
 from data import Tokenizer  # noqa: E402
 from infra import dist  # noqa: E402
 from infra.export import save_weights  # noqa: E402
-from infra.terminal import new_parser  # noqa: E402
 from records import Segments  # noqa: E402
 
 TEMPLATE = (
@@ -51,10 +52,33 @@ CONFIG = {
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
 }
+WARMUP = 50  # batches
 
 
-def build_tokenizer(folder: Path, lines: list[dict]) -> None:
-    """Train a byte-level BPE with all 256 bytes (no unknown token), single digits and the special tokens."""
+class Model(NamedTuple):
+    """How a model is trained. The rate falls to 0 over `batches`; training ends early at `stop`."""
+
+    folder: str
+    texts: Callable[[], Iterator[tuple[str, str]]]
+    batches: int
+    batch_size: int
+    lr: float
+    stop: int
+    layers: int = 4
+    goes_on: bool = False  # from the toy's weights
+
+
+MODELS = {
+    "toy": Model("toy/model", toy_texts, 1300, 160, 2e-3, 1300),
+    "hard": Model("toy/hard_model", hard_texts, 1000, 48, 3e-3, 600),
+    "talk": Model("toy/talk_model", talk_texts, 400, 48, 1e-3, 400, goes_on=True),
+    "long_sums": Model("experiments/long_sums/model", long_sums_texts, 1000, 48, 4e-3, 800, layers=2),
+}
+
+
+def build_tokenizer(folder: Path) -> None:
+    """Train a byte-level BPE with all 256 bytes (no unknown token), single digits and the special tokens, and
+    write the shape of a model for it."""
     bpe = RustTokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
@@ -63,28 +87,35 @@ def build_tokenizer(folder: Path, lines: list[dict]) -> None:
         vocab_size=640, min_frequency=20, show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    lines = splits("toy")["toy/train.jsonl"].values()
     texts = (f"system\nuser\n{line['question']}\nassistant\n{line['solution']}" for line in lines)
     bpe.train_from_iterator(texts, trainer)
+    folder.mkdir(parents=True, exist_ok=True)
     bpe.save(str(folder / "tokenizer.json"))
-    write_json(folder / "tokenizer_config.json", {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "model_max_length": 4096,
-        "chat_template": TEMPLATE,
-    })
     ends = [bpe.token_to_id("<|im_end|>"), bpe.token_to_id("<|endoftext|>")]
     sizes = {"vocab_size": bpe.get_vocab_size(), "eos_token_id": ends[0]}
     write_json(folder / "config.json", CONFIG | sizes)
     write_json(folder / "generation_config.json", {"eos_token_id": ends})
+    write_json(folder / "tokenizer_config.json", {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>", "model_max_length": 4096, "chat_template": TEMPLATE})
 
 
 def write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def fresh_model(folder: Path) -> decoder.Decoder:
-    """Build the decoder with random weights, standard deviation 0.02 as in GPT-2."""
+def first_model(recipe: Model, folder: Path) -> decoder.Decoder:
+    """Make the model that training begins with: the toy's, or random weights of deviation 0.02 (GPT-2)."""
+    toy = ROOT / "toy" / "model"
+    if folder == toy:
+        build_tokenizer(folder)
+    else:
+        shutil.copytree(toy, folder, dirs_exist_ok=True)
+        shape = json.loads((folder / "config.json").read_text())
+        write_json(folder / "config.json", shape | {"num_hidden_layers": recipe.layers})
+    if recipe.goes_on:
+        return decoder.load_model(folder, torch.float32, torch.device("cpu"))
     model = decoder.Decoder(decoder.read_shape(folder))
     model.logp_chunk = 4096  # as when the shipped model was trained
     for name, parameter in model.named_parameters():
@@ -113,63 +144,32 @@ def batch_loss(model: decoder.Decoder, tokenizer: Tokenizer, texts: list[tuple[s
     return -logp_C.mean()
 
 
-def pretrain(
-    folder: Path,
-    texts: Iterator[tuple[str, str]],
-    batches: int,
-    batch_size: int,
-    lr: float,
-    stop: int | None = None,
-) -> None:
-    """Train the decoder that `folder` describes on (question, answer)s, from its weights if it has any, and
-    write them there. The rate falls to 0 over `batches`; training ends early at `stop`."""
-    tokenizer = Tokenizer(folder)
-    began = (folder / "model.safetensors").is_file()
-    model = decoder.load_model(folder, torch.float32, torch.device("cpu")) if began else fresh_model(folder)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-    warmup = 50
+def train(recipe: Model) -> None:
+    """Train a model and write its folder."""
+    torch.manual_seed(0)
+    folder = ROOT / recipe.folder
+    model = first_model(recipe, folder)
+    tokenizer, texts = Tokenizer(folder), recipe.texts()
+    optimizer = torch.optim.AdamW(model.parameters(), recipe.lr, (0.9, 0.95), weight_decay=0.01, fused=True)
 
     def factor(i: int) -> float:
-        return min((i + 1) / warmup, 1 - (i - warmup) / (batches - warmup))
+        return min((i + 1) / WARMUP, 1 - (i - WARMUP) / (recipe.batches - WARMUP))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    bar = trange(stop or batches, desc="pre-training", unit="batch")
-    for i in bar:
-        loss = batch_loss(model, tokenizer, list(islice(texts, batch_size)))
+    bar = trange(recipe.stop, desc=recipe.folder, unit="batch")
+    for _ in bar:
+        loss = batch_loss(model, tokenizer, list(islice(texts, recipe.batch_size)))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
         bar.set_postfix(nats=f"{loss.item():.3f}")
-        if (i + 1) % 200 == 0:
-            save_weights(model, folder)
     save_weights(model, folder)
 
 
-def worked_or_guessed(taboo: frozenset[tuple[int, ...]]) -> Iterator[tuple[str, str]]:
-    """Yield (question, answer)s without end: a third of the answers are worked, two thirds are guesses."""
-    rng = random.Random(0)
-    for line, _ in problems(seed=3, taboo=taboo):
-        answer = line["solution"] if rng.random() < 1 / 3 else f"#### {line['answer']}"
-        yield line["question"], answer
-
-
-def main(folder: Path, batches: int, batch_size: int, lr: float) -> None:
-    torch.manual_seed(0)
-    folder.mkdir(parents=True, exist_ok=True)
-    train, test = splits()
-    build_tokenizer(folder, list(train.values()))
-    (folder / "model.safetensors").unlink(missing_ok=True)
-    pretrain(folder, worked_or_guessed(frozenset(test)), batches, batch_size, lr)
-
-
 if __name__ == "__main__":
-    parser = new_parser(__doc__)
-    parser.add_argument("--out", type=Path, default=HERE / "model")
-    parser.add_argument("--batches", type=int, default=1300)
-    parser.add_argument("--batch-size", type=int, default=160)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    arguments = parser.parse_args()
     dist.init("cpu")
-    main(arguments.out, arguments.batches, arguments.batch_size, arguments.lr)
+    for name in sys.argv[1:]:
+        write(name, ROOT)
+        train(MODELS[name])
