@@ -34,7 +34,6 @@ import model as decoder
 import train
 from advantage import group_norm
 from infra import checks, dist, runfolder
-from leaves.lora import join as lora
 from prune import COMPLETIONS, Candidates
 from settings import leaves
 from settings import loader as settings
@@ -145,49 +144,31 @@ def test_compiled_passes_have_the_same_gradient(how, rolled, tiny, tmp_path):
     assert_same(gradient(cfg, *rolled), gradient(fused, *rolled), rtol=1e-10)
 
 
-def moved_adapter(cfg: config.Config, plain: decoder.Decoder) -> dict[str, lora.Adapted]:
-    """The layers of a LoRA policy that has moved, and in `plain` what an engine would get of it."""
-    policy = learner_on(TOY, cfg).policy
-    nudge(policy, 0.02)
-    tensors = policy.named_hf_tensors()
-    pairs = zip(tensors, plain.state_dict(), strict=True)
-    plain.load_state_dict({name: dist.gather_full(p) for (_, p), name in pairs})
-    return lora.find_adapters(policy)
-
-
-def by_chain_rule(layers: dict[str, lora.Adapted], grad: Gradient) -> Gradient:
-    """The gradient of the factors of W + alpha / rank B A from that of the whole, and none of what is frozen."""
-    of_factors = {name: torch.zeros_like(g) for name, g in grad.items()}
-    for name, layer in layers.items():
-        A, B = dist.gather_full(layer.lora_A.detach()), dist.gather_full(layer.lora_B.detach())
-        of_factors[f"{name}.lora_A"] = 16 * B.T @ grad[f"{name}.weight"]
-        of_factors[f"{name}.lora_B"] = 16 * grad[f"{name}.weight"] @ A.T
-    return of_factors
-
-
-@pytest.mark.parametrize(("keep", "adapter"), [
-    (3, []), (8, ["model.lora.rank=2"])])
-def test_the_gradient_is_that_of_the_papers_objective(keep, adapter, tmp_path, rolled):
+def add_papers_gradient(policy: decoder.Decoder, groups: list, adv_NG: torch.Tensor, keep: int) -> None:
     """GRPO (keep 8 of 8) and CPPO (eq. 8-10), written out sample by sample, away from ratio 1:
-    1/N sum_q 1/k sum_i 1/|o_i| sum_t -min(r A, clamp(r) A) + beta k3, r against the policy before the update.
-    With LoRA the KL is still to a copy of the initial policy here, and to none in training."""
-    groups, adv_NG = rolled
-    cfg = toy_config(tmp_path / "run", f"prune.completions.keep={keep}", "loss.kl=0.1", "loss.trust.high=0.28",
-                     *adapter)
-    initial, policy = (load(TOY, torch.float64) for _ in range(2))
-    layers = moved_adapter(cfg, policy) if adapter else nudge(policy, 0.02)
+    1/N sum_q 1/k sum_i 1/|o_i| sum_t -min(r A, clamp(r) A) + beta k3, r against the policy before the update."""
+    initial = load(TOY, torch.float64).requires_grad_(False)
     for n, group in enumerate(groups):
         for g in adv_NG[n].abs().argsort(descending=True, stable=True)[:keep].tolist():
             ids, first = torch.tensor([*group.prompt.ids, *group.samples[g].ids]), len(group.prompt.ids)
             predict = torch.arange(first - 1, len(ids) - 1)
             now, old = (model(ids, torch.arange(len(ids)), attend_alone, predict, ids[first:], 1.0)
-                        for model in (policy, initial.requires_grad_(False)))
+                        for model in (policy, initial))
             ratio, A = (now - old).exp(), adv_NG[n, g]
             surrogate = torch.minimum(ratio * A, ratio.clamp(0.8, 1.28) * A)
             drift = (old - now).exp() - (old - now) - 1
             ((-surrogate + 0.1 * drift).mean() / keep / len(groups)).backward()
-    _, ours = gradient(cfg, groups, adv_NG)
-    expected = by_chain_rule(layers, gradients(policy)) if adapter else gradients(policy)
+
+
+PAPERS = ["loss.kl=0.1", "loss.trust.high=0.28"]
+
+
+def test_the_gradient_is_that_of_the_papers_objective(tmp_path, rolled):
+    policy = load(TOY, torch.float64)
+    nudge(policy, 0.02)
+    add_papers_gradient(policy, *rolled, keep=3)
+    _, ours = gradient(toy_config(tmp_path / "run", "prune.completions.keep=3", *PAPERS), *rolled)
+    expected = gradients(policy)
     assert expected.keys() == ours.keys()
     assert_same((0.0, expected), (0.0, ours), rtol=1e-10)
 
