@@ -1,15 +1,17 @@
 """Let leaves fall off a copy of Winnow: their folders, their lines in the table, and the configs that choose them.
 
     python tests/fall_off.py                    # every leaf alone, and all together
-    python tests/fall_off.py --random 3 --all   # three drawn at random, and all together
+    python tests/fall_off.py --random 3         # three drawn at random, and all together
     python tests/fall_off.py votes --tests tests/test_loop.py
 
-Without them the programs must be imported, `ruff` must find nothing, the tests given must pass, and two steps of
-grpo, cppo and dppo must be the same bit for bit, in metrics.jsonl and decisions.jsonl.
+Without them the programs must be imported, `ruff` must find nothing, the tests given must pass, less those that ask for
+what is gone (tests/fallen.py), and two steps of grpo, cppo and dppo must be the same bit for bit, in metrics.jsonl and
+decisions.jsonl.
 """
 
 import argparse
 import json
+import os
 import random
 import re
 import shutil
@@ -57,8 +59,14 @@ def configs_of(gone: list[str]) -> set[Path]:
             if any(leaves.LEAVES[leaf] and leaf in gone for leaf in leaves.chosen(config.load(path)))}
 
 
-def run(folder: Path, *command: str) -> None:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+def names_of(gone: list[str]) -> list[str]:
+    """List the settings, kinds and configs of leaves, as errors name them."""
+    choices = {re.split("[=.]", choice)[-1] for leaf in gone for choice in leaves.LEAVES[leaf]}
+    return sorted(choices | {path.stem for path in configs_of(gone)})
+
+
+def run(folder: Path, *command: str, **environment: str) -> None:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ | environment)
     if done.returncode:
         sys.exit(f"{' '.join(command)[:200]} in {folder}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
 
@@ -77,12 +85,11 @@ def lines_of_runs(folder: Path) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("leaf", nargs="*", help="the leaves to let fall off together")
-    parser.add_argument("--random", type=int, help="so many leaves, one at a time")
-    parser.add_argument("--all", action="store_true", help="all together")
+    parser.add_argument("--random", type=int, default=len(leaves.LEAVES), help="so many leaves, one at a time")
     parser.add_argument("--tests", nargs="*", default=[], help="tests that must pass without them")
     args = parser.parse_args()
     names = list(leaves.LEAVES)
-    alone = random.sample(names, args.random) if args.random else [] if args.all else names
+    alone = random.sample(names, args.random)
     cases = [args.leaf] if args.leaf else [*([name] for name in alone), names]
     with tempfile.TemporaryDirectory() as temporary:
         expected = None
@@ -97,7 +104,9 @@ def main() -> None:
             if lines != expected:
                 sys.exit(f"without {', '.join(gone)} the runs are others")
             if gone and args.tests:
-                run(folder, sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *args.tests)
+                given = json.dumps({"leaves": gone, "names": names_of(gone)})
+                run(folder, sys.executable, "-m", "pytest", "-n", "2", "-p", "fallen", *args.tests, GONE=given,
+                    PYTHONPATH="tests")
             print(f"without {', '.join(gone) or 'nothing'}: the same", flush=True)
             shutil.rmtree(folder)
 

@@ -7,14 +7,15 @@ code outside of tests imports the leaf, the test fails as ever: nothing that is 
 import json
 import os
 import re
+import traceback
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-GONE = json.loads(os.environ["GONE"])  # {"leaves": [...], "names": of their settings, kinds and configs}
-WORDS = "|".join(map(re.escape, GONE["names"]))
-REFUSED = re.compile(rf"unknown (?:key|section) '(?:[\w.]*\.)?(?:{WORDS})'|\bkind={WORDS}\b|config '?(?:{WORDS})")
+GONE = json.loads(os.environ["GONE"])  # leaves, and names of their settings, kinds and configs
+NAMES = "|".join(map(re.escape, GONE["names"]))
+REFUSED = re.compile(rf"unknown key '(?:[\w.]*\.)?(?:{NAMES})'|\bkind=(?:{NAMES})\b|config '(?:{NAMES})\b")
 
 
 def asks_for(error: BaseException) -> str:
@@ -22,14 +23,10 @@ def asks_for(error: BaseException) -> str:
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[1:2] in [[x] for x in GONE["leaves"]]:
-        frames = []
-        trace = error.__traceback__
-        while trace:
-            frames.append(Path(trace.tb_frame.f_code.co_filename))
-            trace = trace.tb_next
-        ours = [path.relative_to(ROOT) for path in frames if ROOT in path.parents]
-        by_test = ours and (ours[-1].parts[0] in ("tests", "bench", "experiments") or ours[-1].name.startswith("test_"))
-        return error.name if by_test else ""
+        files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+        *_, importer = (path for path in files if ROOT in path.parents)
+        within = importer.relative_to(ROOT).parts[0] in ("tests", "bench", "experiments")
+        return error.name if within or importer.name.startswith("test_") else ""
     found = REFUSED.search(str(error))
     return found[0] if found else ""
 
