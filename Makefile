@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv/bin
 
-.PHONY: demo test test-verify test-fork test-slow test-long test-vllm test-gpu test-peers test-page lint toy compare court real \
+.PHONY: demo test test-verify test-fork test-leaves test-slow test-long test-vllm test-gpu test-peers test-page lint toy compare court real \
 	gpu-hour bench-peers requirements eval.pyz
 
 demo: .venv/run      ## train the toy model with CPPO, print accuracy before and after, and write the report
@@ -28,6 +28,13 @@ FORK := tests/math/test_kinds.py tests/math/test_advantage.py tests/math/test_pr
 test-fork: .venv/dev ## both recipes of docs/fork.md applied to a copy, then the tests that a new kind can turn red
 	$(VENV)/python tests/fork.py $(FORK)
 
+# What a stage computes, without leaves.
+CORE := tests/math/test_advantage.py tests/math/test_loss.py tests/math/test_objectives.py tests/math/test_pack.py \
+	tests/math/test_prune.py tests/math/test_unbiased.py tests/test_collect.py tests/test_loop.py
+
+test-leaves: .venv/dev ## three leaves at random, and all together, fall off a copy: the rest passes tests and trains the same
+	$(VENV)/python tests/fall_off.py --random 3 --tests $(CORE)
+
 # What CI runs of the slow tests: forks, checkpoints, stops, memory, groups in flight, the court's methods, and two killed
 # runs. The others of the court take four minutes of CPU.
 SLOW := tests/test_recipes.py tests/test_notebook.py tests/test_checkpoint.py tests/test_stop.py tests/test_out_of_memory.py \
@@ -44,6 +51,7 @@ test-slow: .venv/dev ## runs that are stopped, killed or out of memory go on as 
 test-long: .venv/dev ## the long forms: all slow tests, a fork's whole suite, 70 kills, 10,000 damaged files
 	$(VENV)/python -m pytest -n 2 --dist worksteal -m "slow and not vllm"
 	$(VENV)/python tests/fork.py
+	$(VENV)/python tests/fall_off.py --tests tests
 	$(VENV)/python tests/survive.py --kills 20 --signals
 	$(VENV)/python tests/survive.py --kills 10 --ranks 2 --set model.lora.rank=4
 	$(VENV)/python tests/survive.py --kills 5 --config calculator_toy.yaml

@@ -96,6 +96,8 @@ def main() -> None:
         for number, gone in enumerate([[], *cases]):
             folder = Path(temporary) / str(number)
             copy_without(gone, folder)
+            run(folder, "git", "init", "-q")  # tests ask git for the files that there are
+            run(folder, "git", "add", "--all")
             programs = "train, eval, replay, chat, learner, reward" + ", report" * ("page" not in gone)
             run(folder, sys.executable, "-c", f"import {programs}")
             run(folder, sys.executable, "-m", "ruff", "check", "--no-cache", ".")
