@@ -21,6 +21,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,7 @@ from infra.rows import all_have_answers
 from infra.signals import exit_status
 from infra.tokenizer import Tokenizer
 from infra.weights import check_positions, find_model, read_shape
-from model import Decoder, load_model
+from model import load_model
 from records import EngineSpec, Problem, Prompt, Request, Rewards, frozen, plain
 from rollout import Engine, start_engine
 from settings import leaves
@@ -102,23 +103,6 @@ def load_sets(data: Data, tokenizer: Tokenizer, reward: Reward) -> list[EvalSet]
     return sets
 
 
-class Engines:
-    """Start the engine of each model; a model that differs in its weights only gets the one before it."""
-
-    def __init__(self):
-        self.kind, self.engine = None, None
-
-    def start(self, name: str, spec: EngineSpec, model: str) -> Engine:
-        """Raises ConfigError for a second engine of vLLM's, which can have one in a process."""
-        kind = name, read_shape(spec.folder), replace(spec, folder=None)
-        if self.kind not in (None, kind) and name == "vllm":
-            raise ConfigError(f"--model: {model} has another shape than the model before it, and vLLM has "
-                              "one engine per process; evaluate it by a command of its own")
-        if self.kind != kind:
-            self.kind, self.engine = kind, start_engine(name, spec)
-        return self.engine
-
-
 # ---- sample and grade
 
 def evaluate(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, sampling: Sampling,
@@ -140,9 +124,9 @@ def answer_problems(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, sam
     missing = [(i, k) for i, k in requests if (held_out.problems[i].id, k) not in stored]
     chunk = store.chunk if store else len(requests)
     for start in range(0, len(missing), chunk):
-        before = len(requests) - len(missing) + start
-        in_pieces = before > 0 or chunk < len(missing)
-        label = f"{progress} from {before}/{len(requests)}" if progress and in_pieces else progress
+        label, before = progress, len(requests) - len(missing) + start
+        if label and (before or chunk < len(missing)):
+            label = f"{progress} from {before}/{len(requests)}"
         if label:
             terminal.print_progress(label)
         asked = missing[start:start + chunk]
@@ -150,12 +134,8 @@ def answer_problems(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, sam
         stored |= {(response["id"], response["k"]): response for response in responses}
         if store:
             store.keep(held_out.name, responses)
-    problems = []
-    for p in held_out.problems:
-        responses = [stored[p.id, k] for k in range(sampling.n)]
-        problems.append({"id": p.id, "question": p.question, "gold": p.answer, "level": p.level,
-                         "subject": p.subject, "responses": responses})
-    return problems
+    return [{"id": p.id, "question": p.question, "gold": p.answer, "level": p.level, "subject": p.subject,
+             "responses": [stored[p.id, k] for k in range(sampling.n)]} for p in held_out.problems]
 
 
 def sample_responses(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, requests: list[tuple[int, int]],
@@ -169,13 +149,12 @@ def sample_responses(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, re
     asked = [Request(prompt, dist.seed_for(sampling.seed, prompt.id, k, "eval"), sampling.max_new_tokens)
              for prompt, k in local]
     samples = engine.generate(asked, sampling.temperature, sampling.top_p, progress)
-    texts = [tokenizer.read(sample.ids[:sample.end]) for sample in samples]
-    answers = [(text, prompt, sample.own)
-               for (prompt, _), sample, text in zip(local, samples, texts, strict=True)]
+    answers = [(tokenizer.read(sample.ids[:sample.end]), prompt, sample.own)
+               for (prompt, _), sample in zip(local, samples, strict=True)]
     judged = grade_responses(answers, held_out, sampling.max_new_tokens)
     responses = []
-    for (prompt, k), sample, text, verdict in zip(local, samples, texts, judged, strict=True):
-        responses.append({"id": prompt.id, "k": k, "tokens": sample.own, "finished": sample.finished,
+    for (text, prompt, tokens), (_, k), sample, verdict in zip(answers, local, samples, judged, strict=True):
+        responses.append({"id": prompt.id, "k": k, "tokens": tokens, "finished": sample.finished,
                           "text": text} | verdict)
     return dist.gather(responses)
 
@@ -201,44 +180,45 @@ def grade_responses(answers: list[tuple[str, Prompt, int]], held_out: EvalSet, l
 
 # ---- the command
 
-def is_plain(path: str) -> bool:
-    """Tell whether a model is a Hugging Face folder, and neither a checkpoint nor a name of the hub."""
-    return (find_path(path) / "config.json").is_file()
-
-
-def find_base(path: str) -> Path:
-    """Return the folder of a model; of a checkpoint that of the model which its run began with."""
-    if is_plain(path):
-        return find_model(path)
+def find_loader(path: str) -> tuple[Path, Callable]:
+    """Find the folder of a model, or of the one that a checkpoint's run began with, and the function that
+    loads a policy from it, of a folder and a dtype."""
+    if (find_path(path) / "config.json").is_file():
+        return find_model(path), partial(load_model, device=torch.device("cpu"))
     from infra.checkpoint import original_model
-
-    return find_model(original_model(path))
-
-
-def load_policy(path: str, folder: Path, dtype: torch.dtype) -> Decoder:
-    """Load a model's folder on the CPU, and the policy of `path` if that is a checkpoint. Collective."""
-    if is_plain(path):
-        return load_model(folder, dtype, torch.device("cpu"))
     from policy import load_policy
 
-    return load_policy(path, folder, dtype)
+    return find_model(original_model(path)), partial(load_policy, path)
 
 
 def name_changed_files(cfg: Config, names: list[str], tokenizer: Tokenizer) -> None:
     """Print which files of the user's are not the ones that a run began with, if a config is a run's."""
-    folders = [user_path(name).parent for name in names]
-    runs = [folder for folder in folders if (folder / "env.json").is_file()]
-    if runs:
-        from infra.copies import files_of, find_changed
+    for run in (user_path(name).parent for name in names):
+        if (run / "env.json").is_file():
+            from infra.copies import changed_files, files_of
 
-        for line in find_changed(runs, files_of(cfg.reward, tokenizer)):
-            print(line, file=sys.stderr)
+            for setting, copy in changed_files(run, files_of(cfg.reward, tokenizer)).items():
+                if copy.is_file():
+                    print(f"the file of {setting} has changed since the run began: it was {copy}",
+                          file=sys.stderr)
 
 
-def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, engines: Engines) -> dict:
+def start_or_keep(started: list, name: str, spec: EngineSpec, model: str) -> Engine:
+    """Return the engine that was `started`, with its kind, for the model before, if this one has other
+    weights only; else start one. Raises ConfigError for a second one of vLLM's."""
+    kind = name, read_shape(spec.folder), replace(spec, folder=None)
+    if not started or started[0] != kind:
+        if started and name == "vllm":
+            raise ConfigError(f"--model: {model} has another shape than the model before it, and vLLM has "
+                              "one engine per process; evaluate it by a command of its own")
+        started[:] = kind, start_engine(name, spec)
+    return started[1]
+
+
+def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, started: list) -> dict:
     """Evaluate the model of a config; responses that `out` holds already are not sampled again."""
     device = dist.init(find_device(cfg.device))
-    folder = find_base(cfg.model.path)
+    folder, load_policy = find_loader(cfg.model.path)
     tokenizer = leaves.through("tokenizer", cfg, Tokenizer(folder, cfg.data, cfg.rollout.stop or ()))
     sets = [s.first(cfg.eval.limit) for s in load_sets(cfg.data, tokenizer, cfg.reward)]
     if cfg.reward.custom_file:
@@ -266,9 +246,9 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, engi
         if finished := results.read_finished(out, head, args.k):
             return finished
         store = results.Store(out, head, ROUNDS_BETWEEN_WRITES * cfg.rollout.slots * dist.world_size())
-    engine = engines.start(engine_name, spec, cfg.model.path)
+    engine = start_or_keep(started, engine_name, spec, cfg.model.path)
     engine, _ = leaves.through("engine", cfg, (engine, tokenizer))
-    engine.sync(load_policy(cfg.model.path, spec.folder, spec.dtype))
+    engine.sync(load_policy(spec.folder, spec.dtype))
     summaries = {}
     for s in sets:
         progress = s.name if dist.rank() == 0 else None
@@ -303,9 +283,9 @@ def evaluate_models(args: argparse.Namespace) -> None:
         from infra.results import place_results
 
         outs = place_results(models, args.out)
-    evaluated, engines = {}, Engines()
+    evaluated, started = {}, []
     for model, out in zip(map(str, models), outs, strict=True):
-        result = evaluate_model(config.with_value(cfg, "model.path", model), args, out, engines)
+        result = evaluate_model(config.with_value(cfg, "model.path", model), args, out, started)
         if dist.rank() == 0:
             print_result(result, args, *[model] * (len(models) > 1))
             evaluated[model] = result
