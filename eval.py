@@ -119,7 +119,7 @@ def answer_problems(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, sam
     Responses that a `store` holds (infra/results.py) are not sampled again; new ones are written to it as
     they come.
     """
-    stored = store.responses_of(held_out.name) if store else {}
+    stored = store.responses[held_out.name] if store else {}
     requests = [(i, k) for i in range(len(held_out.prompts)) for k in range(sampling.n)]
     missing = [(i, k) for i, k in requests if (held_out.problems[i].id, k) not in stored]
     chunk = store.chunk if store else len(requests)

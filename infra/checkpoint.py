@@ -46,6 +46,7 @@ from infra.digests import (
     sha256,
     writing_rank,
 )
+from infra.lines import flush, replace
 from infra.runfolder import Resume, versions
 from infra.stopping import Stopped
 from records import Metrics, Prompt
@@ -243,26 +244,16 @@ def publish(fresh: Path, keep: Keep, files: Files) -> None:
         if role.is_dir() and parts < dist.world_size():
             raise OSError(f"{role} has files of {parts} of {dist.world_size()} ranks; all machines must "
                           "share `out`")
-    (fresh / LIST).write_text(format_list(files))
-    for path in (fresh / "extra.pt", fresh / LIST):
-        flush(path)
+    flush(fresh / "extra.pt")
+    replace(fresh / LIST, format_list(files))
     # Left by a run that died before it replaced `latest`, or that has gone back to an earlier step.
     shutil.rmtree(folder / name, ignore_errors=True)
     fresh.rename(folder / name)
-    pointer = folder / "latest.unfinished"
-    pointer.write_text(name)
-    flush(pointer)
-    os.replace(pointer, folder / "latest")
+    replace(folder / "latest", name)
     if keep != "all":
         so_far = [path for path in step_folders(folder) if step_of(path.name) <= step_of(name)]
         for old in so_far[:-keep]:
             shutil.rmtree(old, ignore_errors=True)  # the next save tries the rest again
-
-
-def flush(path: Path) -> None:
-    """Write a file through to the disk: a rename must not get there before the file that it names."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def step_folders(folder: Path) -> list[Path]:
@@ -338,12 +329,6 @@ def original_model(path: str | Path) -> str:
     return saved["config"]["model.path"] if saved else path
 
 
-def policy_files(path: str) -> list[Path]:
-    """List the files of a checkpoint's policy; none for any other path."""
-    step = user_path(path)
-    return sorted((step / "policy").iterdir()) if is_checkpoint(step) else []
-
-
 @torch.no_grad()
 def load_policy_into(path: str, model: nn.Module) -> nn.Module:
     """Fill a model, which keeps its dtype, with the policy of a checkpoint; for any other path leave it.
@@ -402,9 +387,9 @@ def inputs_of(model: Path, prompts: list[Prompt], sets: dict[str, list[Prompt]])
 
 def describe_code() -> dict[str, str]:
     """Identify the files of our own code, and the libraries that compute."""
-    inits = (REPOSITORY.glob(f"{folder}/__init__.py") for folder in ("*", "leaves/*"))
-    folders = [REPOSITORY, *(path.parent for paths in inits for path in paths)]
-    files = sorted(path for folder in folders for path in folder.glob("*.py") if path.name[:5] != "test_")
+    inits = (*REPOSITORY.glob("*/__init__.py"), *REPOSITORY.glob("leaves/*/__init__.py"))
+    files = sorted(path for folder in (REPOSITORY, *(init.parent for init in inits))
+                   for path in folder.glob("*.py") if not path.name.startswith("test_"))
     code = {f"code of {path.relative_to(REPOSITORY)}": hash_file(path) for path in files}
     return code | {f"version of {name}": version for name, version in versions().items()}
 

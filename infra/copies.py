@@ -1,6 +1,5 @@
 """The user's own files that a run depends on, and the copies of them that its folder keeps."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from config import Reward
@@ -32,11 +31,3 @@ def changed_files(folder: Path, texts: Texts) -> dict[str, Path]:
     copies = {setting: folder / COPIES.get(setting, setting) for setting in texts}
     return {setting: copy for setting, copy in copies.items()
             if texts[setting] != (copy.read_text() if copy.is_file() else None)}
-
-
-def find_changed(runs: list[Path], texts: Texts) -> Iterator[str]:
-    """Yield a line for each file of the user's that is not the one that the run of a folder began with."""
-    for run in runs:
-        for setting, copy in changed_files(run, texts).items():
-            if copy.is_file():
-                yield f"the file of {setting} has changed since the run began: it was {copy}"

@@ -1,10 +1,11 @@
 """Read and write the JSON lines of a run. Complete lines survive a crash of process or machine."""
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from settings.loader import SHORT, ConfigError
 
@@ -14,7 +15,7 @@ DAMAGED = "the file was damaged; bring it back, or do without it"
 class LogLine(dict):
     """An object in a log, which knows its place: a missing key is an error that names file and line."""
 
-    def __init__(self, found: dict, place: str):
+    def __init__(self, place: str, found: dict):
         super().__init__(found)
         self.place = place
 
@@ -34,32 +35,27 @@ def blame_file(place: Path | str) -> Iterator[None]:
         raise ConfigError(f"{place} holds a value that no run writes ({why[:200]}); {DAMAGED}") from error
 
 
-def parse_line(text: bytes, place: str) -> Any:
-    """Parse a line of JSON, its objects as LogLines; None if it is not JSON."""
-    try:
-        return json.loads(text, object_hook=lambda found: LogLine(found, place))
-    except (ValueError, RecursionError):
-        return None
-
-
 def read_log(path: Path) -> list[LogLine]:
     """Read the lines of a log; [] if there is no log.
 
     Lines that a crash has torn at the end are left out: a last line without its end, and lines behind the
     last whole one. Raises ConfigError for a broken line that whole ones follow.
     """
-    lines = []
-    broken = 0
+    lines, broken = [], None
     written = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     for number, text in enumerate(written, start=1):
-        line = parse_line(text, f"{path}:{number}")
+        place = f"{path}:{number}"
+        try:
+            line = json.loads(text, object_hook=partial(LogLine, place))
+        except (ValueError, RecursionError):
+            line = None
         if not isinstance(line, LogLine):
-            broken = broken or number
-            continue
-        if broken:
-            raise ConfigError(f"{path}:{broken} is no JSON object, though lines behind it are: the file was "
+            broken = broken or place
+        elif broken:
+            raise ConfigError(f"{broken} is no JSON object, though lines behind it are: the file was "
                               "damaged; bring it back, or remove that line and do without what it held")
-        lines.append(line)
+        else:
+            lines.append(line)
     return lines
 
 
@@ -69,8 +65,7 @@ def read_metrics(path: Path) -> list[LogLine]:
     for line in lines:
         for key, value in {"step": line["step"], **line}.items():
             kinds = int if key == "step" else (int, float, type(None))
-            too_large = isinstance(value, int) and abs(value) >= 2**63
-            if too_large or not isinstance(value, kinds):
+            if not isinstance(value, kinds) or isinstance(value, int) and abs(value) >= 2**63:
                 raise ConfigError(f"{line.place}: {key!r} is {SHORT.repr(value)} and must be a number, or a "
                                   f"whole one for a step; {DAMAGED}")
     return lines
@@ -81,17 +76,28 @@ def is_evaluation(line: dict) -> bool:
     return any(key.startswith("eval/") for key in line)
 
 
+def to_lines(objects: Iterable[dict]) -> str:
+    return "".join(json.dumps(line) + "\n" for line in objects)
+
+
 def append(path: Path, *lines: dict) -> None:
     """Append lines to a log."""
     with path.open("a") as file:
-        file.write("".join(json.dumps(line) + "\n" for line in lines))
+        file.write(to_lines(lines))
 
 
 def replace(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     fresh = path.with_name(f"{path.name}.unfinished")
     fresh.write_text(text, encoding="utf-8")
+    flush(fresh)
     fresh.replace(path)
+
+
+def flush(path: Path) -> None:
+    """Write a file through to the disk: a rename must not get there before the file that it names."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def write_json(path: Path, value: dict) -> None:
@@ -101,7 +107,7 @@ def write_json(path: Path, value: dict) -> None:
 
 def rewrite_log(path: Path, lines: list[dict]) -> None:
     """Replace a log at once."""
-    replace(path, "".join(json.dumps(line) + "\n" for line in lines))
+    replace(path, to_lines(lines))
 
 
 def mend_log(path: Path, *first: dict) -> list[dict]:

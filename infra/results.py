@@ -9,6 +9,7 @@ mixed in.
 
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict
 from importlib.metadata import version
@@ -43,15 +44,12 @@ class Store:
         # The response of a torn last line is sampled again.
         stored, *lines = dist.on_first(mend_log, self.path, head)
         require_same_head(self.path, stored, head)
-        self.responses: dict[str, dict[tuple[str, int], dict]] = {}
+        # Of a set, by id of the problem and number of the answer.
+        self.responses: dict[str, dict[tuple[str, int], dict]] = defaultdict(dict)
         with blame_file(self.path):
             for line in lines:
                 response = line["response"]
-                self.responses_of(line["set"])[response["id"], response["k"]] = response
-
-    def responses_of(self, name: str) -> dict[tuple[str, int], dict]:
-        """Return the responses of a set, by id of the problem and number of the answer."""
-        return self.responses.setdefault(name, {})
+                self.responses[line["set"]][response["id"], response["k"]] = response
 
     def keep(self, name: str, responses: list[dict]) -> None:
         """Append new responses of a set to the file."""
@@ -124,11 +122,10 @@ def reward_head(reward: Reward) -> dict | None:
     """Identify the reward that answers are scored with; None if only accuracy is measured."""
     if reward.accuracy:
         return None
-    own = None
+    files = None
     if reward.functions:
-        own = read_file(reward.custom_file, "reward.custom_file")
-    return reward.weights | {"overlong_tokens": reward.overlong_tokens,
-                             "custom_file": own and hash_files(own.files)}
+        files = hash_files(read_file(reward.custom_file, "reward.custom_file").files)
+    return reward.weights | {"overlong_tokens": reward.overlong_tokens, "custom_file": files}
 
 
 def identify_set(held_out: Any) -> dict:
@@ -185,24 +182,22 @@ def read_result(path: Path) -> dict:
     with blame_file(path):
         if not isinstance(result, dict) or "sets" not in (result.get("head") or ()):
             raise ConfigError(f"{path} is not a result of eval.py --out; {DAMAGED}")
-        if not result["results"].keys() <= result["head"]["sets"].keys():
-            raise ConfigError(f"{path}: its head does not name its sets; {DAMAGED}")
         for name, summary in result["results"].items():
-            require_alike(f"{path}: {name}", summary["problems"], result["head"]["sets"][name]["count"])
+            count = result["head"]["sets"].get(name, {}).get("count")
+            require_alike(f"{path}: {name}", summary["problems"], count)
     return result
 
 
-def require_alike(place: str, problems: list[dict], count: int) -> None:
+def require_alike(place: str, problems: list[dict], count: int | None) -> None:
     """Raise ConfigError unless all problems are there, with as many responses each, judged alike."""
     if len(problems) != count:
         raise ConfigError(f"{place} has {len(problems)} problems and its head {SHORT.repr(count)}; {DAMAGED}")
-    counts, judged = set(), set()
+    kinds = set()
     for problem in problems:
-        counts.add(len(problem["responses"]))
-        for response in problem["responses"]:
-            judged.add(("verdict" in response, "reward" in response))
-            texts = [response["text"], problem["gold"] if "verdict" in response else ""]
-            if not all(isinstance(text, str) for text in texts):
+        for response in problem["responses"] or [{"text": ""}]:
+            graded = "verdict" in response
+            kinds.add((len(problem["responses"]), graded, "reward" in response))
+            if not isinstance(response["text"], str) or graded and not isinstance(problem["gold"], str):
                 raise ConfigError(f"{place}: text and gold of {problem['id']} must be texts; {DAMAGED}")
-    if len(counts) != 1 or len(judged) != 1:
+    if len(kinds) != 1:
         raise ConfigError(f"{place}: all problems must have as many responses, judged alike; {DAMAGED}")

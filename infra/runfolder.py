@@ -33,7 +33,17 @@ from tqdm import tqdm
 import config
 from config import Config, ConfigError
 from infra.copies import COPIES, Texts, changed_files
-from infra.lines import append, blame_file, is_evaluation, read_log, replace, rewrite_log, write_json
+from infra.digests import hash_file
+from infra.lines import (
+    append,
+    blame_file,
+    flush,
+    is_evaluation,
+    read_log,
+    replace,
+    rewrite_log,
+    write_json,
+)
 from infra.terminal import print_progress
 from records import Metrics
 from settings import leaves
@@ -68,11 +78,14 @@ def require_free_folder(cfg: Config, resume: Resume) -> Path:
         if folder.exists() and (not folder.is_dir() or any(path.name != "lock" for path in folder.iterdir())):
             raise ConfigError(f"out={folder} exists and is not a run folder; set `out` to a new folder")
         return folder
-    saved = Path(os.path.realpath(folder / "checkpoints"))
-    if saved.parent != folder.resolve() and (saved.parent / "config.yaml").is_file():
-        raise ConfigError(f"{folder}/checkpoints is a link into another run, {saved.parent}; put a copy in "
-                          f"its place, or set out={saved.parent} to go on with that run")
-    if not has_a_step(folder):
+    owner = Path(os.path.realpath(folder / "checkpoints")).parent
+    if owner != folder.resolve() and (owner / "config.yaml").is_file():
+        raise ConfigError(f"{folder}/checkpoints is a link into another run, {owner}; put a copy in "
+                          f"its place, or set out={owner} to go on with that run")
+    log, saved = folder / "metrics.jsonl", any((folder / "checkpoints").glob("step_*"))
+    with blame_file(log):
+        logged = any(line["step"] > 0 for line in read_log(log))
+    if not logged and not saved:
         if resume == "always":
             raise ConfigError(f"--resume: {folder} has no step done, so there is nothing to go on from; "
                               "start it without --resume")
@@ -87,7 +100,7 @@ def require_free_folder(cfg: Config, resume: Resume) -> Path:
     if resume == "never":
         what = f"another config: {', '.join(differing.values())}" if differing else "this config"
         remedy = "continue it with --resume, or start a new one" if not refused else "start this one"
-        if not refused and not any((folder / "checkpoints").glob("step_*")):
+        if not refused and not saved:
             remedy = "it has no checkpoint, so --resume auto begins it again; or start a new one"
         raise ConfigError(f"out={folder} already holds a run with {what}; {remedy} with --set out=...")
     return folder
@@ -98,28 +111,17 @@ def own_folder(cfg: Config, names: list[str]) -> Config:
 
     Raises ConfigError for a copy: both folders are there, and it does not say which one is meant.
     """
-    paths = [user_path(name) for name in names]
-    own = [path for path in paths if path.name.startswith("config") and (path.parent / "env.json").is_file()]
-    if not own:
+    own = [path for path in map(user_path, names)
+           if path.name.startswith("config") and (path.parent / "env.json").is_file()][-1:]
+    if not own or config.load(own).out != cfg.out:  # a later one sets `out`
         return cfg
-    upto = names[:paths.index(own[-1]) + 1]
-    if upto != names and config.load(upto).out != cfg.out:  # a later one sets `out`
-        return cfg
-    here, out = own[-1].parent, Path(cfg.out)
+    here, out = own[0].parent, Path(cfg.out)
     if out.exists():
         if here.samefile(out):
             return cfg
-        raise ConfigError(f"{own[-1]} lies in the run folder {here}, says out={out}, and both are there, as "
+        raise ConfigError(f"{own[0]} lies in the run folder {here}, says out={out}, and both are there, as "
                           f"after a copy; set one: --set out={here}, or --set out={out}")
     return config.replace(cfg, out=str(here))
-
-
-def has_a_step(folder: Path) -> bool:
-    """Tell whether a run has finished a step, which would be lost if the folder were taken over."""
-    path = folder / "metrics.jsonl"
-    with blame_file(path):
-        logged = any(line["step"] > 0 for line in read_log(path))
-    return logged or any((folder / "checkpoints").glob("step_*"))
 
 
 def changed_settings(there: Config | dict, now: Config | dict) -> dict[str, str]:
@@ -173,28 +175,6 @@ def is_done(cfg: Config, resume: Resume) -> bool:
     ended = resume != "never" and state_of(folder)["state"] == "finished" and (folder / "hf").is_dir()
     done = [line["step"] for line in read_log(folder / "metrics.jsonl")]
     return ended and max(done, default=0) == cfg.steps  # config.yaml may have been edited
-
-
-def lock_folder(folder: Path) -> FileLock:
-    """Keep other runs out of the folder until this process ends, however it ends.
-
-    One process may lock a folder several times, to resume a run that failed in it. Its forks do not hold the
-    lock. Raises ConfigError if another run holds it for a second; `state_of` holds it for an instant.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    holder = folder / "lock"
-    holder.touch()
-    lock = FileLock(holder, timeout=1, is_singleton=True, fallback_to_soft=False)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise ConfigError(f"out={folder} is in use by {holder.read_text()}; wait for its end or stop it "
-                          "(workers outlive a torchrun that is killed), or set another `out`") from None
-    except OSError as error:
-        raise ConfigError(f"out={folder} lies where files cannot be locked ({error.strerror}); set `out` "
-                          "to another file system") from error
-    holder.write_text(f"process {os.getpid()} on {platform.node()}")
-    return lock
 
 
 def is_locked(folder: Path) -> bool:
@@ -281,12 +261,30 @@ class RunLog:
         self.first, self.start = 0, perf_counter()  # of the steps that this process does
         self.unlogged: Metrics = {}  # goes into the next line of metrics.jsonl
         self.silent = 0  # steps in a row without a group of different rewards
-        self.sealed: dict[str, tuple] = {}  # name of a log -> bytes that were hashed, and their hash
 
     def lock(self) -> None:
-        """Keep other runs out of the folder until this process ends. Raises ConfigError if one is in it."""
-        if self.folder and not self.held:
-            self.held = lock_folder(self.folder)
+        """Keep other runs out of the folder until this process ends, however it ends.
+
+        One process may lock a folder several times, to resume a run that failed in it. Its forks do not hold
+        the lock. Raises ConfigError if another run holds it for a second; `state_of` holds it for an instant.
+        """
+        if not self.folder or self.held:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        holder = self.folder / "lock"
+        holder.touch()
+        lock = FileLock(holder, timeout=1, is_singleton=True, fallback_to_soft=False)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise ConfigError(f"out={self.folder} is in use by {holder.read_text()}; wait for its end or "
+                              "stop it (workers outlive a torchrun that is killed), or set another `out`"
+                              ) from None
+        except OSError as error:
+            raise ConfigError(f"out={self.folder} lies where files cannot be locked ({error.strerror}); set "
+                              "`out` to another file system") from error
+        holder.write_text(f"process {os.getpid()} on {platform.node()}")
+        self.held = lock
 
     def unlock(self) -> None:
         """Release the folder."""
@@ -294,8 +292,7 @@ class RunLog:
             self.held.release()
             self.held = None
 
-    def create(self, cfg: Config, resume: Resume, device: torch.device, chosen: dict, texts: Texts,
-               ) -> None:
+    def create(self, cfg: Config, resume: Resume, device: torch.device, chosen: dict, texts: Texts) -> None:
         """Write config.yaml, env.json and the files of COPIES, and begin the logs anew.
 
         `chosen` comes from device.list_choices, `texts` from the files of COPIES. Raises ConfigError if
@@ -322,30 +319,16 @@ class RunLog:
         patch.unlink(missing_ok=True)
         patch.touch(mode=0o600)  # it may hold a secret
         patch.write_text(diff)
-        ran_on = describe_environment(device, diff) | {"chosen": chosen}
-        write_json(self.folder / "env.json", ran_on)
+        write_json(self.folder / "env.json", describe_environment(device, diff) | {"chosen": chosen})
 
     def seal(self) -> dict[str, dict]:
         """Flush the logs to the disk, since a checkpoint will count on them; returns {"logs": name -> [bytes,
-        sha256]}. Only bytes that are new since the last time are read."""
-        if self.folder is None:
-            return {}
-        for path in self.logs():
-            start = 0, hashlib.sha256()
-            length, digest = self.sealed.get(path.name, start)
-            with path.open("rb") as file:
-                file.seek(length)
-                new = file.read()
-                os.fsync(file.fileno())
-            digest.update(new)
-            self.sealed[path.name] = length + len(new), digest
-        sealed = {name: [length, digest.hexdigest()] for name, (length, digest) in self.sealed.items()}
+        sha256]}."""
+        paths, sealed = [self.folder / name for name in (*LOGS, SOFT_VALUES)], {}
+        for path in (*filter(Path.is_file, paths), *evaluations(self.folder).values()):
+            flush(path)
+            sealed[path.name] = [path.stat().st_size, hash_file(path)]
         return {"logs": sealed}
-
-    def logs(self) -> list[Path]:
-        """List the logs that there are: those of LOGS, the table of soft values, and the evaluations."""
-        paths = [self.folder / name for name in (*LOGS, SOFT_VALUES)]
-        return [*filter(Path.is_file, paths), *evaluations(self.folder).values()]
 
     def require_logs(self, step: int, sealed: dict[str, list]) -> None:
         """Raise ConfigError unless the logs begin as they were when the checkpoint of a step counted on them
@@ -366,7 +349,6 @@ class RunLog:
         """
         if self.folder is None:
             return
-        self.sealed = {}
         self.forget_later(evaluated_after=step)
         stored, kept = self.folder / "config.yaml", self.folder / f"config_until_{step:06d}.yaml"
         changed = changed_settings(config.load(stored), cfg)

@@ -41,9 +41,9 @@ def exit_status(
         try:
             return program() or 0
         except (ConfigError, VerifyError) as error:
-            status, said, remedy = 2, f"error: {error}", lambda: ""
+            status, said, remedy = 2, f"error: {error}", str
         except ModuleNotFoundError as error:  # of a library for names on the hub, or of a leaf that is gone
-            status, said, remedy = 2, f"error: {error}, which this command needs; install it", lambda: ""
+            status, said, remedy = 2, f"error: {error}, which this command needs; install it", str
         except torch.OutOfMemoryError as error:
             why = str(error).partition("\n")[0]
             status, said = 2, f"error: out of memory ({why}); {SAVE_MEMORY}; "

@@ -118,7 +118,8 @@ def test_the_command_counts_by_category(tmp_path, command, capsys):
     (tmp_path / "c.jsonl").write_text("[]\n")
     assert command(reward, "--cases", tmp_path / "c.jsonl") == 2
     said = capsys.readouterr()
-    assert (said.out, said.err) == ("", f"error: {tmp_path / 'c.jsonl'}:1: a case needs 'gold', a str\n")
+    assert (said.out, said.err) == (
+        "", f"error: {tmp_path / 'c.jsonl'}:1: the 'gold' of a case must be a str, not None\n")
 
 
 def test_no_weight_is_nan():

@@ -52,23 +52,19 @@ WORDS = re.compile(r"(?i:yes|no)|(?=.*[A-Za-z]{4})(?:[A-Za-z .,']|(?<=[a-z])-(?=
 
 # ---- brackets
 
-def measure_nesting(x: str) -> int:
-    """Return the largest number of brackets that are open at once."""
-    depth = deepest = 0
-    for c in x:
-        depth += (c in OPENING) - (c in CLOSING)
-        deepest = max(deepest, depth)
-    return deepest
+def depths(x: str) -> list[int]:
+    """Count the brackets that are open behind each character."""
+    return list(itertools.accumulate((c in OPENING) - (c in CLOSING) for c in x))
+
+
+def is_short(x: str) -> bool:
+    """Tell whether a text is compared by more than its spelling."""
+    return len(x) <= LONGEST and max(depths(x), default=0) <= DEEPEST
 
 
 def closes_at_end(x: str) -> bool:
     """Tell whether the last character of x closes the bracket that its first one opens."""
-    depth = 0
-    for i, c in enumerate(x):
-        depth += (c in OPENING) - (c in CLOSING)
-        if depth == 0:
-            return i == len(x) - 1
-    return False
+    return 0 in (depth := depths(x)) and depth.index(0) == len(x) - 1
 
 
 def split_top_level(x: str, at: str) -> list[str]:
@@ -169,19 +165,15 @@ def split_relation(x: str) -> tuple[list[str], list[str]]:
 
 def to_interval(x: str) -> str | None:
     r"""Write an inequality for one value as an interval: "-2 < x ≤ 7" is (-2,7]. None for anything else."""
-    bounds, signs = split_relation(x)
+    bounds, signs = turn_ascending(*split_relation(x))
     ranged = [bool(RANGED.fullmatch(bound)) for bound in bounds]
-    if ranged == [False, True] and signs[0] in FLIPPED:
-        bounds, signs, ranged = bounds[::-1], [FLIPPED[signs[0]]], [True, False]
-    if ranged == [True, False] and signs[0] in FLIPPED:
-        if signs[0] in "<≤":
-            return f"(-\\infty,{bounds[1]}{')' if signs[0] == '<' else ']'}"
-        return f"{'(' if signs[0] == '>' else '['}{bounds[1]},\\infty)"
-    if len(bounds) == 3 and ranged[1]:
-        bounds, signs = turn_ascending(bounds, signs)
-        if set(signs) <= set("<≤"):
-            opening, closing = "(" if signs[0] == "<" else "[", ")" if signs[1] == "<" else "]"
-            return f"{opening}{bounds[0]},{bounds[2]}{closing}"
+    if ranged == [True, False]:
+        bounds, signs = ["-\\infty", *bounds], ["<", *signs]
+    elif ranged == [False, True]:
+        bounds, signs = [*bounds, "\\infty"], [*signs, "<"]
+    if len(bounds) == 3 and RANGED.fullmatch(bounds[1]) and set(signs) <= set("<≤"):
+        opening, closing = "(" if signs[0] == "<" else "[", ")" if signs[1] == "<" else "]"
+        return f"{opening}{bounds[0]},{bounds[2]}{closing}"
     return None
 
 
@@ -248,7 +240,7 @@ def answers_equal(gold: str, answer: str, compare: Compare) -> bool:
     """Tell whether an answer is the gold one. `compare` decides on two expressions or relations."""
     if max(len(gold), len(answer)) <= LONGEST:
         spellings = normalise(gold), normalise(answer)
-        if max(map(len, spellings)) <= LONGEST and max(map(measure_nesting, spellings)) <= DEEPEST:
+        if all(map(is_short, spellings)):
             return same_answers(*spellings, compare)
     return strip_spaces(gold) == strip_spaces(answer)
 
@@ -416,9 +408,7 @@ def same_values(gold: str, answer: str, compare: Compare) -> bool:
 
 def is_readable(gold: str, reads: Callable[[str], bool]) -> bool:
     """Tell whether every member of an answer can be compared by value. `reads` decides on one expression."""
-    if len(gold) > LONGEST or measure_nesting(gold) > DEEPEST:
-        return False
-    return can_read_all(normalise(gold), reads)
+    return is_short(gold) and can_read_all(normalise(gold), reads)
 
 
 def can_read_all(x: str, reads: Callable[[str], bool]) -> bool:

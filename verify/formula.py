@@ -22,12 +22,11 @@ LARGEST_COMPUTED = 10_000  # largest exponent, and largest number with a compute
 GREEK = {f"\\{name}" for name in (
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma "
     "tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell").split()}
-FUNCTIONS: dict[str, Callable] = {f"\\{name}": getattr(sympy, short) for name, short in (
-    *((name, name) for name in ("sin cos tan cot sec csc sinh cosh tanh coth exp").split()),
-    *((f"arc{name}", f"a{name}") for name in ("sin cos tan cot sec csc").split()))} | {
+NAMES = "sin cos tan cot sec csc sinh cosh tanh coth".split()
+INVERSES = {f"\\{name}": getattr(sympy, f"a{name}") for name in NAMES}
+FUNCTIONS: dict[str, Callable] = {f"\\{name}": getattr(sympy, name) for name in (*NAMES, "exp")} | {
+    f"\\arc{name}": INVERSES[f"\\{name}"] for name in NAMES} | {
     "\\ln": sympy.log, "\\log": lambda x: sympy.log(x, 10), "\\lg": lambda x: sympy.log(x, 10)}
-INVERSES = {f"\\{name}": getattr(sympy, f"a{name}")
-            for name in "sin cos tan cot sec csc sinh cosh tanh coth".split()}
 SERIES = {"\\sum": sympy.Sum, "\\prod": sympy.Product}
 BRACKET_PAIRS = {"(": ")", "[": "]", "{": "}", "|": "|", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 AROUND: dict[str, Callable] = {"|": sympy.Abs, "\\lfloor": sympy.floor, "\\lceil": sympy.ceiling}

@@ -5,6 +5,7 @@ of them behind the point, and all are right.
 """
 
 import re
+from decimal import Decimal
 from fractions import Fraction
 
 LONGEST = 1000    # characters
@@ -43,7 +44,7 @@ def read_fraction(x: str) -> Fraction | None:
         integer, top, bottom = match[1], match[2] or match[4], Fraction(match[3] or match[5])
         return Fraction((integer or "0").strip("+")) + Fraction(top) / bottom if bottom else None
     if match := POWER_OF_TEN.fullmatch(x):
-        return Fraction(match[1] or 1) * Fraction(10) ** int(match[2])
+        return Fraction(f"{match[1] or 1}e{match[2]}")
     if match := REPEATING.fullmatch(x):
         integer, fixed, cycle = match[1] or "0", match[2], match[3]
         nines = (10 ** len(cycle) - 1) * 10 ** len(fixed)
@@ -57,9 +58,7 @@ def write_out_power(x: str) -> str:
     match = POWER_OF_TEN.fullmatch(plain)
     if not match or "." not in (match[1] or "") or not match[2].startswith("-"):
         return x
-    digits, places = match[1].replace(".", ""), len(match[1].partition(".")[2]) - int(match[2])
-    digits = digits.rjust(places + 1, "0")
-    return f"{'-' * x.startswith('-')}{digits[:-places]}.{digits[-places:]}"
+    return "-" * x.startswith("-") + format(Decimal(f"{match[1]}e{match[2]}"), "f")
 
 
 def rounds_to(value: Fraction, decimal: str) -> bool:

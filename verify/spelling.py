@@ -7,18 +7,20 @@ answer mean nothing. No rule here changes a value. answer.py splits an answer in
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 
+COMMANDS = r"""
+    × \cdot, · \cdot, π \pi, ∞ \infty, ° ^\circ, ≤ \le, ≥ \ge, ≠ \ne, ∪ \cup, ∩ \cap, ∈ \in, ± \pm,
+    ∅ \emptyset, ≈ \approx, √ \sqrt, ∖ \setminus"""
 CHARACTERS = str.maketrans({
-    "−": "-", "–": "-", "‑": "-", "×": r"\cdot ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ",
-    "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ",
-    "±": r"\pm ", "∅": r"\emptyset ", "≈": r"\approx ", "√": r"\sqrt ",
-    "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
-    "∖": r"\setminus ", "“": None, "”": None, '"': None, "′": "'", "’": "'", "、": ",",
-    "。": ".", "∴": None, **{c: f"^{{{i}}}" for i, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}})
-NUMERALS = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8",
-            "nine": "9", "ten": "10"}
+    **{c: f"{command} " for c, command in map(str.split, COMMANDS.split(","))},
+    **{c: f"^{{{i}}}" for i, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
+    **dict.fromkeys("−–‑", "-"), **dict.fromkeys("′’", "'"), **dict.fromkeys("“”\"∴"),
+    "÷": "/", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "、": ",", "。": "."})
+# The names of the commands that stand for a sign, and the sign.
+SIGNS = {name: sign + " " * sign[1:].isalpha() for *names, sign in map(str.split, r"""
+    le leq leqslant ≤, ge geq geqslant ≥, lt <, gt >, ne neq ≠, langle (, rangle ), lbrace \{, rbrace \},
+    ldots cdots dots \ldots, mid vert lvert rvert |, times ast \cdot, div /""".split(",")) for name in names}
+NUMERALS = {name: str(i) for i, name in enumerate("two three four five six seven eight nine ten".split(), 2)}
 FACTORS = {"dozen": "12", "hundred": "100", "thousand": "1000", "million": "10^{6}", "billion": "10^{9}",
            "trillion": "10^{12}"}
 CURRENCIES = {"$": "dollars", "£": "sterling", "€": "euros", "¥": "yen", "₹": "rupees"}
@@ -59,9 +61,9 @@ ONCE = r'(?<!\\)(?:\\\\)*\\(?![\\nrt"/])'
 DEGREES = re.compile(r"(?<![\d.])(\d+(?:\.\d*)?)" + CIRCLE)
 
 
-def macro(*names: str) -> str:
+def macro(names: str) -> str:
     """Return the pattern of these TeX commands."""
-    return rf"\\(?:{'|'.join(names)})(?![a-zA-Z])"
+    return rf"\\(?:{names})(?![a-zA-Z])"
 
 
 def with_braces(match: re.Match) -> str:
@@ -88,188 +90,160 @@ def write_unit(match: re.Match) -> str:
     return number + '"' + re.sub(r'\\cdot|["{}]', " ", "/".join(factors)) + '"'
 
 
-@dataclass(frozen=True, slots=True)
-class Respelling:
-    """A pattern, its replacement, and an example before and after it. `what` names the rule."""
-
-    what: str
-    pattern: re.Pattern
-    new: str | Callable[[re.Match], str]
-    before: str
-    after: str
-
-
-# Applied in this order. Words stand in quotes; ∧ and ∨ are "and" and "or". Each example is a test.
-RULES = [Respelling(what, re.compile(pattern), new, before, after) for what, pattern, new, before, after in (
-    # characters and commands without a meaning
-    ("characters that are not shown", "[\u0000-\u0008\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]", "",
-     "1\u200b2", "12"),
-    ("white space", r"\s+", " ", "1 \n 2", "1 2"),
-    ("an equals sign at the start", r"^[\s=]+|\\? ?$", "", "= 5", "5"),
-    ("the upright font of plain TeX", r"\{\s*\\rm\s" + BODY + r"\}|\\rm" + BRACED,
-     r"{\\mathrm{\1\2}}", r"5{\rm cm}", r"5{\mathrm{cm}}"),
-    ("boxes, sizes and fonts without an argument",
-     macro("boxed", "fbox", "displaystyle", "textstyle", "limits", "bf", "rm", "small", "large", "Large",
-             "LARGE", "huge", "Huge", "checkmark", "therefore", "underline"), "", r"\displaystyle 5", " 5"),
-    ("colours, tags and alignments",
-     r"\\(?:text)?color\{[^{}]*\}|\\tag\{[^{}]*\}|(?<=matrix)\*(?=\})|(?<=matrix\*\})\[[lcr]\]", "",
-     r"5\tag{1}", "5"),
-    # money and delimiters of formulas
-    ("a currency's sign", r"^\\?([\$£€¥₹])\s*([\d.,]+)$", lambda m: f'{m[2]} "{CURRENCIES[m[1]]}"',
-     r"\$5", '5 "dollars"'),
-    ("delimiters of a formula", r"(?<!\\)\\[()\[\]]|\\?\$|" + macro("pounds", "euro") + "|[£€₹¥]", "",
-     "$x$", "x"),
-    # sizes and fonts; texts in quotes
-    ("bold markdown", r"\*\*(?=\s*$)|^\s*\*\*", "", "**5**", "5"),
-    ("a power as in Python", r"\*\*", "^", "x**2", "x^2"),
-    ("sizes of fractions", r"\\[tdc](frac|binom)", r"\\\1", r"\dfrac12", r"\frac12"),
-    ("sizes of brackets", macro("left", "right", "[bB]igg?[lr]?") + r"\.?", "", r"\left(1\right)", "(1)"),
-    ("a font's argument without braces",
-     r"\\(text|math)(rm|bf|it|sf)?(?:\s*(\d+)|\s+([a-zA-Z](?![a-zA-Z])))", r"\\\1\2{\3\4}",
-     r"\text7", r"\text{7}"),
-    ("degrees by siunitx", r"\\ang" + BRACED, r"\1^\\circ", r"\ang{5}", r"5^\circ"),
-    ("numbers by siunitx", r"\\(?:num|SI|qty)(?:\[[^\]]*\])?" + BRACED, r"\1\\unit",
-     r"\SI{5}{cm}", r"5\unit{cm}"),
-    ("units by siunitx", macro("si", "unit") + f"(?:{BRACED})?",
+# Pattern, replacement, and an example before and after it, which is a test. They are applied in this order.
+# Words stand in quotes; ∧ and ∨ are "and" and "or".
+RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, after in (
+    # Characters and commands without a meaning:
+    # characters that are not shown
+    ("[\u0000-\u0008\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]", "", "1\u200b2", "12"),
+    (r"\s+", " ", "1 \n 2", "1 2"),  # white space
+    (r"^[\s=]+|\\? ?$", "", "= 5", "5"),  # an equals sign at the start
+    # the upright font of plain TeX
+    (r"\{\s*\\rm\s" + BODY + r"\}|\\rm" + BRACED, r"{\\mathrm{\1\2}}", r"5{\rm cm}", r"5{\mathrm{cm}}"),
+    # boxes, sizes and fonts without an argument
+    (macro("boxed|fbox|displaystyle|textstyle|limits|bf|rm|small|large|Large|LARGE|huge|Huge|checkmark|therefore|"
+           "underline"), "", r"\displaystyle 5", " 5"),
+    (r"\\(?:text)?color\{[^{}]*\}|\\tag\{[^{}]*\}|(?<=matrix)\*(?=\})|(?<=matrix\*\})\[[lcr]\]", "",
+     r"5\tag{1}", "5"),  # colours, tags and alignments
+    # Money and delimiters of formulas:
+    # a currency's sign
+    (r"^\\?([\$£€¥₹])\s*([\d.,]+)$", lambda m: f'{m[2]} "{CURRENCIES[m[1]]}"', r"\$5", '5 "dollars"'),
+    # delimiters of a formula
+    (r"(?<!\\)\\[()\[\]]|\\?\$|" + macro("pounds|euro") + "|[£€₹¥]", "", "$x$", "x"),
+    # Sizes and fonts; texts in quotes:
+    (r"\*\*(?=\s*$)|^\s*\*\*", "", "**5**", "5"),  # bold markdown
+    (r"\*\*", "^", "x**2", "x^2"),  # a power as in Python
+    (r"\\[tdc](frac|binom)", r"\\\1", r"\dfrac12", r"\frac12"),  # sizes of fractions
+    (macro("left|right|[bB]igg?[lr]?") + r"\.?", "", r"\left(1\right)", "(1)"),  # sizes of brackets
+    (r"\\(text|math)(rm|bf|it|sf)?(?:\s*(\d+)|\s+([a-zA-Z](?![a-zA-Z])))", r"\\\1\2{\3\4}",
+     r"\text7", r"\text{7}"),  # a font's argument without braces
+    (r"\\ang" + BRACED, r"\1^\\circ", r"\ang{5}", r"5^\circ"),  # degrees by siunitx
+    # numbers by siunitx
+    (r"\\(?:num|SI|qty)(?:\[[^\]]*\])?" + BRACED, r"\1\\unit", r"\SI{5}{cm}", r"5\unit{cm}"),
+    (macro("si|unit") + f"(?:{BRACED})?",
      lambda m: '"' + re.sub(r"\\(kilo|centi|milli)?\\?", r" \1", m[1] or "") + '"',
-     r"\unit{\kilo\metre}", '" kilometre"'),
-    ("operators that are units", r"\\operatorname\s*\{(?=(?:" + "|".join(UNITS) + r")\})", r"\\mathrm{",
-     r"5\operatorname{cm}", r"5\mathrm{cm}"),
-    ("an upright fraction", r"\\(mathrm|text)\s*\{\s*\\frac" + BRACED + BRACED + r"\s*\}",
+     r"\unit{\kilo\metre}", '" kilometre"'),  # units by siunitx
+    (r"\\operatorname\s*\{(?=(?:" + "|".join(UNITS) + r")\})", r"\\mathrm{",
+     r"5\operatorname{cm}", r"5\mathrm{cm}"),  # operators that are units
+    # an upright fraction
+    (r"\\(mathrm|text)\s*\{\s*\\frac" + BRACED + BRACED + r"\s*\}",
      r"\\frac{\\\1{\2}}{\\\1{\3}}", r"\mathrm{\frac{m}{s}}", r"\frac{\mathrm{m}}{\mathrm{s}}"),
-    ("texts", r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mbox|hbox|emph)" + BRACED, r'"\1"',
-     r"\text{east}", '"east"'),
-    ("upright words",
-     r"\\mathrm\s*\{((?![eid]\})(?:[^{}\\]|\{[^{}]*\}|\\(?:cdot|times|mu|Omega|[,:;! ]))*)\}", r'"\1"',
-     r"5 \mathrm{cm}", '5 "cm"'),
-    ("fonts", r"\\(?:mathrm|mathbf|mathit|mathsf|boldsymbol|bm|operatorname|mathcal)\s*\{([^{}]*)\}", r"\1",
-     r"\mathbf{v}", "v"),
-    ("cases", r"\\begin\{cases\}(.*)\\end\{cases\}", lambda m: m[1].replace("\\\\", ","),
-     r"\begin{cases}x=1\\y=2\end{cases}", "x=1,y=2"),
-    ("integers that an index runs over",
-     r"\s*(?:,|\(|\\q?quad)\s*[a-zA-Z]\s*\\in\s*\\mathbb\s*\{?[ZN]\}?\)?\s*$", "",
-     r"2k\pi, k \in \mathbb{Z}", r"2k\pi"),
-    ("a condition in words",
-     r'(?<=\S)\s*,?\s*"\s*(?:for (?:all|every|each|any|some)\b|for\s*"|where\b|only\b)[^;]*$',
-     "", r'f(x)=1 "for all" x > 0', "f(x)=1"),
-    ("the reals", r"\\mathbb\s*\{?R\}?|" + macro("R") + r"|(?i:\ball real numbers\b)",
-     r"(-\\infty,\\infty)", r"\mathbb{R}", r"(-\infty,\infty)"),
-    # letters with marks, rows of matrices
-    ("primes", r"([A-Za-z])(?:\^\s*\{?\s*\\prime\s*\}?|')", r"\1_{p}", "x'", "x_{p}"),
-    ("Greek indices", r"_\{\\([a-z]+)\s*\}", r"_{\1}", r"x_{\alpha}", "x_{alpha}"),
-    ("marks on letters", r"\\(vec|hat|bar)\s+([a-zA-Z])", r"\\\1{\2}", r"\vec v", r"\vec{v}"),
-    ("a matrix by plain TeX", r"\\([pb]?matrix)" + BRACED, r"\\begin{\1}\2\\end{\1}",
-     r"\pmatrix{1&2}", r"\begin{pmatrix}1&2\end{pmatrix}"),
-    ("space between rows", r"\\\\\[-?[\d.]+[a-z]+\]", r"\\\\", r"1\\[4pt]2", r"1\\2"),
-    ("the end of a row", macro("cr"), r"\\\\", r"1\cr 2", r"1\\ 2"),
-    # spaces, thousands, bases
-    ("a comma in braces", r"\{,\}", ",", "1{,}234", "1,234"),
-    ("a colon in braces", r"\{:\}", ":", "2{:}3", "2:3"),
-    ("about", rf'(?:\{{\}})?(\{{)?(?:{ABOUT_SIGN}|"(?:[^"\d]*(?:\bis|:))?\s*{ABOUT_WORD}\s*"|{ABOUT_WORD})' +
+    # texts
+    (r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mbox|hbox|emph)" + BRACED, r'"\1"', r"\text{east}", '"east"'),
+    (r"\\mathrm\s*\{((?![eid]\})(?:[^{}\\]|\{[^{}]*\}|\\(?:cdot|times|mu|Omega|[,:;! ]))*)\}", r'"\1"',
+     r"5 \mathrm{cm}", '5 "cm"'),  # upright words
+    (r"\\(?:mathrm|mathbf|mathit|mathsf|boldsymbol|bm|operatorname|mathcal)\s*\{([^{}]*)\}", r"\1",
+     r"\mathbf{v}", "v"),  # fonts
+    (r"\\begin\{cases\}(.*)\\end\{cases\}", lambda m: m[1].replace("\\\\", ","),
+     r"\begin{cases}x=1\\y=2\end{cases}", "x=1,y=2"),  # cases
+    (r"\s*(?:,|\(|\\q?quad)\s*[a-zA-Z]\s*\\in\s*\\mathbb\s*\{?[ZN]\}?\)?\s*$", "",
+     r"2k\pi, k \in \mathbb{Z}", r"2k\pi"),  # integers that an index runs over
+    (r'(?<=\S)\s*,?\s*"\s*(?:for (?:all|every|each|any|some)\b|for\s*"|where\b|only\b)[^;]*$',
+     "", r'f(x)=1 "for all" x > 0', "f(x)=1"),  # a condition in words
+    (r"\\mathbb\s*\{?R\}?|" + macro("R") + r"|(?i:\ball real numbers\b)",
+     r"(-\\infty,\\infty)", r"\mathbb{R}", r"(-\infty,\infty)"),  # the reals
+    # Letters with marks, rows of matrices:
+    (r"([A-Za-z])(?:\^\s*\{?\s*\\prime\s*\}?|')", r"\1_{p}", "x'", "x_{p}"),  # primes
+    (r"_\{\\([a-z]+)\s*\}", r"_{\1}", r"x_{\alpha}", "x_{alpha}"),  # Greek indices
+    (r"\\(vec|hat|bar)\s+([a-zA-Z])", r"\\\1{\2}", r"\vec v", r"\vec{v}"),  # marks on letters
+    (r"\\([pb]?matrix)" + BRACED, r"\\begin{\1}\2\\end{\1}",
+     r"\pmatrix{1&2}", r"\begin{pmatrix}1&2\end{pmatrix}"),  # a matrix by plain TeX
+    (r"\\\\\[-?[\d.]+[a-z]+\]", r"\\\\", r"1\\[4pt]2", r"1\\2"),  # space between rows
+    (macro("cr"), r"\\\\", r"1\cr 2", r"1\\ 2"),  # the end of a row
+    # Spaces, thousands, bases:
+    (r"\{,\}", ",", "1{,}234", "1,234"),  # a comma in braces
+    (r"\{:\}", ":", "2{:}3", "2:3"),  # a colon in braces
+    (rf'(?:\{{\}})?(\{{)?(?:{ABOUT_SIGN}|"(?:[^"\d]*(?:\bis|:))?\s*{ABOUT_WORD}\s*"|{ABOUT_WORD})' +
      r'(?(1)\})(?:\s|\\[,:;! ]|~)*(?=[-+]?\s*"?\s*\{?(?:[\d.]|\\(?:frac|sqrt)\s*\{?\d|\\pi))', r"\\approx ",
-     r"x\sim 5", r"x\approx 5"),
-    ("thousands before a unit or behind about",
-     r'^[-+]?\d{1,3}(,\d{3})+(?=[ .\d]*["a-zA-Z\\/])|(?<=\\approx )[-+]?\d{1,3}(,\d{3})+(?![,\d])',
-     lambda m: m[0].replace(",", ""), "1,234 km", "1234 km"),
-    ("a space backwards", r"(?<!\\)\\!\s*", "", r"1,\!234", "1,234"),
-    ("wide space between numbers", r"(?<=\d)\s*\\q?quad\s*(?=\d)", " ; ", r"1\quad 2", "1 ; 2"),
-    ("space", r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-z])|\\hspace\{[^{}]*\}|\\phantom\s*(?:\{[^{}]*\}|.)", " ",
-     r"1\,m", "1 m"),
-    ("much space", r" +", " ", "1   2", "1 2"),
-    ("an empty text", '""', "", '5""', "5"),
-    ("thousands in braces", r"(?<!\\)\{\s*(\d{1,3}(?:,\d{3})+)\s*\}",
-     lambda m: "{" + m[1].replace(",", "") + "}", "{1,234}", "{1234}"),
-    ("thousands with spaces", r"(?<![\d._^\\a-zA-Z])\d{1,3}(?: \d{3})+(?![\d ])",
-     lambda m: m[0].replace(" ", ""), "1 234", "1234"),
-    ("thousands of a number in a base", r"(?<=[0-9a-z}]),(?=\d{3}_)", "", "1,101_2", "1101_2"),
-    ("brackets around a number in a base", r"\((\w+)\)_", r"\1_", "(43)_5", "43_5"),
-    ("a base in words", r'\s*"?\s*\(?\bbase\s*"?\s*(\w+)\)?"?', r"_{\1}", "43 base 5", "43_{5}"),
-    ("a base's name", r'_\{"?(' + "|".join(NUMERALS) + r')"?\}', lambda m: f"_{{{NUMERALS[m[1]]}}}",
-     "43_{five}", "43_{5}"),
-    # units that are signs
-    ("degrees of temperature", rf'(?:{CIRCLE}|\s*"?\s*\bdegrees?)\s*"?\s*([CF])"?\s*\.?$', r'"\1"',
-     r"30^\circ C", '30"C"'),
-    ("degrees", CIRCLE + r"\s*\.?$", '"degrees"', r"60^\circ", '60"degrees"'),
-    ("degrees within a formula", CIRCLE + "|" + macro("degree", "deg"), "", r"60^\circ, 30", "60, 30"),
-    ("percent", r"\\?%|(?i:\b(?:percent|per cent|pct|percentage points?)\b)", "", r"25\%", "25"),
-    ("micro", r'"?\\mu\s*"?(\w+)"', r'"u\1"', r'5\mu "m"', '5"um"'),
-    ("ohm", r'"(\w?)\\Omega\s*"|\\Omega\s*(?=$|(?:\\cdot|/) ?")', r'"\1ohm"', r"5\Omega", '5"ohm"'),
-    ("ordinals",
-     r'^([\s{"]*\d+)\s*(?:\^\s*)?(?:\{\s*' + ORDINAL + r"\s*\}|" + ORDINAL + r')(?=[\s.}]*(?:$|"| [a-z]{4}))',
-     r"\1", "15th", "15"),
-    # relations, operators, sets
-    ("angles by the signs of relations", r"(^|=)\s*<([^<>=,]*,[^<>=]*)>\s*$", r"\1(\2)",
-     "v = <1, 2>", "v =(1, 2)"),
-    ("at most", macro("le", "leq", "leqslant") + "|<=|=<", "≤", r"x \le 1", "x ≤ 1"),
-    ("at least", macro("ge", "geq", "geqslant") + "|>=|=>", "≥", "x >= 1", "x ≥ 1"),
-    ("less", macro("lt"), "<", r"x \lt 1", "x < 1"),
-    ("greater", macro("gt"), ">", r"x \gt 1", "x > 1"),
-    ("other than", macro("ne", "neq") + r"|!=|\\not\s*(?:=|\\approx|\\sim|\\cong)", "≠", r"x \ne 1", "x ≠ 1"),
-    ("the empty set", macro("varnothing", "emptyset") + r"|\\\{\s*\\\}", r"\\emptyset ",
-     r"\{\}", r"\emptyset "),
-    ("and so on", macro("ldots", "cdots", "dots"), r"\\ldots ", r"1,\dots,n", r"1,\ldots ,n"),
-    ("an opening angle", macro("langle") + "|[⟨〈]", "(", r"\langle 1", "( 1"),
-    ("a closing angle", macro("rangle") + "|[⟩〉]", ")", r"1\rangle", "1)"),
-    ("an opening brace", macro("lbrace"), r"\\{", r"\lbrace 1", r"\{ 1"),
-    ("a closing brace", macro("rbrace"), r"\\}", r"1\rbrace", r"1\}"),
-    ("x as a sign before a power of ten", r"(?<=\d) ?x ?(?=10\s*\^)", r"\\cdot ", "3 x 10^8", r"3\cdot 10^8"),
-    ("times", macro("times", "ast") + r"|\*", r"\\cdot ", "2*3", r"2\cdot 3"),
-    ("divided", macro("div"), "/", r"6\div 2", "6/ 2"),
-    ("a set by a rule", r"^\\\{\s*[a-z]\s*(?:\\mid(?![a-z])|\||:)\s*(.*)\\\}$", r"\1", r"\{x : x>3\}", "x>3"),
-    ("bars", macro("mid", "vert", "lvert", "rvert"), "|", r"\lvert x\rvert", "| x|"),
-    ("a modulus", r"\s*\\pmod\s*\{?(\w+)\}?\s*$", r'"modulo \1"', r"3 \pmod{5}", '3"modulo 5"'),
-    ("a binomial by TeX", r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}",
-     r"{3\choose 2}", r"\binom{3}{ 2}"),
-    # spellings of programs and in words
-    ("a module", r"\b(?:np|numpy|math|sp|sympy|torch)\.(?=[a-zA-Z])", "", "math.sqrt(2)", "sqrt(2)"),
-    ("a matrix of a program",
-     r'(?<![a-zA-Z])"?(?:[a-zA-Z]*[mM]atrix|array|tensor|[vV]ector)"?\s*\((\[.*\])\)', r"\1",
-     "Matrix([[1], [2]])", "[[1], [2]]"),
-    ("infinity", r"(?i:\binfinity\b|\binf\b)|\boo\b", r"\\infty ", "oo", r"\infty "),
-    ("functions without a backslash",
-     r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|arcsin|arccos|arctan|ln|log|exp)(?![a-zA-Z])", r"\\\1",
-     "sin x", r"\sin x"),
-    ("the natural logarithm", r"\\log_\s*\{?e\}?(?![a-z])", r"\\ln ", r"\log_e 2", r"\ln  2"),
-    ("a root in brackets", r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", r"\sqrt(2)", r"\sqrt{2}"),
-    ("a root without braces",
-     r"\\sqrt(\[[^\]]*\])?\s*(\d+|\\frac(?:\s*(?:\{[^{}]*\}|\d)){2}|\\[a-z]+|[a-zA-Z])", r"\\sqrt\1{\2}",
-     r"\sqrt2", r"\sqrt{2}"),
-    ("a fraction without braces", r"(\\frac|\\binom)" + ARGUMENT + ARGUMENT, with_braces,
-     r"\frac12", r"\frac{1}{2}"),
-    ("a fraction inside another", r"(?<=[{}\w])(\\frac|\\binom)" + ARGUMENT + ARGUMENT, with_braces,
-     r"{\frac12}", r"{\frac{1}{2}}"),
-    # numbers
-    ("e-notation", r"(?<![a-zA-Z\\}\d.])(\d+\.?\d*|\.\d+)[eE]([-+]?\d+)(?!\.?\d|[a-zA-Z])",
-     r"\1\\cdot 10^{\2}", "2e3", r"2\cdot 10^{3}"),
-    ("a factor in words", r'(\d)\s*"?\s*(' + "|".join(FACTORS) + ")(?![a-z])",
-     lambda m: rf'{m[1]}\cdot {FACTORS[m[2]]}"', "5 million", r'5\cdot 10^{6}"'),
-    ("repeating decimals by dots", r"(\.\d*?)(\d{1,2}?)\2{2,}\s*(?:\.\.\.|\\ldots)", r"\1\\overline{\2}",
-     "0.333...", r"0.\overline{3}"),
-    ("repeating decimals", r"(?<=[\d.])\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))",
-     lambda m: rf"\overline{{{m[1] or m[2]}}}", r"0.\bar3", r"0.\overline{3}"),
-    ("a point behind an integer", r"(\d)\.(?![\d.]|\\overline)", r"\1", "5.", "5"),
-    ("a ratio in words", r'(\d)\s*"?\s*to\s*"?\s*(\d)', r"\1:\2", "2 to 3", "2:3"),
-    ("half of the day", r'(?i:(\d)(\s*"?\s*)([ap])\.?\s?m\b\.?)', lambda m: f"{m[1]}{m[2]}{m[3].lower()}m",
-     "4:30 P.M.", "4:30 pm"),
-    # words around the answer
-    ("words before the answer",
-     r'^\s*"[^"]*(?:\bis|:)\s*"|(?i:^(?:the )?(?:final )?answer(?: is|:)\s*)|'
-     r'^\s*"?\s*(?:US|USD|Rs\.?)\s*"?\s*(?=\d)', "", "Answer: 5", "5"),
-    ("articles", r'^\s*("?)\s*(?:[Tt]he|[Aa]n|a|[Oo]ption|[Cc]hoice)\s+(?!and\b|or\b)'
-     r'(?=[a-zA-Z]{3}|\(?[a-zA-Z]\)?"?$)', r"\1", "the east", "east"),
-    ("and within a text", r'(?<=\d) ?"([^"\d]*\w) and ?"', r' "\1"∧', '7 " goats and "4', '7 " goats"∧4'),
-    ("and", r'"?\s?,?\s?\band\b\s?"?|' + macro("land", "wedge"), "∧", "1 and 2", "1∧2"),
-    ("or", r'"?\s?,?\s?\bor\b\s?"?|' + macro("lor", "vee"), "∨", "1 or 2", "1∨2"),
-    # formulas of units
-    ("a fraction of units",
-     r'(?:(?<=[\w)}\]]) ?(?:\\cdot ?)?\\frac\{1?|(?:(?<=[\w)}\]]) ?\\cdot ?)?\\frac\{([^{}"]*?) ?(' +
+     r"x\sim 5", r"x\approx 5"),  # about
+    (r'^[-+]?\d{1,3}(,\d{3})+(?=[ .\d]*["a-zA-Z\\/])|(?<=\\approx )[-+]?\d{1,3}(,\d{3})+(?![,\d])',
+     lambda m: m[0].replace(",", ""), "1,234 km", "1234 km"),  # thousands before a unit or behind about
+    (r"(?<!\\)\\!\s*", "", r"1,\!234", "1,234"),  # a space backwards
+    (r"(?<=\d)\s*\\q?quad\s*(?=\d)", " ; ", r"1\quad 2", "1 ; 2"),  # wide space between numbers
+    (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-z])|\\hspace\{[^{}]*\}|\\phantom\s*(?:\{[^{}]*\}|.)", " ",
+     r"1\,m", "1 m"),  # space
+    (r" +", " ", "1   2", "1 2"),  # much space
+    ('""', "", '5""', "5"),  # an empty text
+    (r"(?<!\\)\{\s*(\d{1,3}(?:,\d{3})+)\s*\}",
+     lambda m: "{" + m[1].replace(",", "") + "}", "{1,234}", "{1234}"),  # thousands in braces
+    # thousands with spaces
+    (r"(?<![\d._^\\a-zA-Z])\d{1,3}(?: \d{3})+(?![\d ])", lambda m: m[0].replace(" ", ""), "1 234", "1234"),
+    (r"(?<=[0-9a-z}]),(?=\d{3}_)", "", "1,101_2", "1101_2"),  # thousands of a number in a base
+    (r"\((\w+)\)_", r"\1_", "(43)_5", "43_5"),  # brackets around a number in a base
+    (r'\s*"?\s*\(?\bbase\s*"?\s*(\w+)\)?"?', r"_{\1}", "43 base 5", "43_{5}"),  # a base in words
+    # a base's name
+    (r'_\{"?(' + "|".join(NUMERALS) + r')"?\}', lambda m: f"_{{{NUMERALS[m[1]]}}}", "43_{five}", "43_{5}"),
+    # Units that are signs:
+    # degrees of temperature
+    (rf'(?:{CIRCLE}|\s*"?\s*\bdegrees?)\s*"?\s*([CF])"?\s*\.?$', r'"\1"', r"30^\circ C", '30"C"'),
+    (CIRCLE + r"\s*\.?$", '"degrees"', r"60^\circ", '60"degrees"'),  # degrees
+    (CIRCLE + "|" + macro("degree|deg"), "", r"60^\circ, 30", "60, 30"),  # degrees within a formula
+    (r"\\?%|(?i:\b(?:percent|per cent|pct|percentage points?)\b)", "", r"25\%", "25"),  # percent
+    (r'"?\\mu\s*"?(\w+)"', r'"u\1"', r'5\mu "m"', '5"um"'),  # micro
+    (r'"(\w?)\\Omega\s*"|\\Omega\s*(?=$|(?:\\cdot|/) ?")', r'"\1ohm"', r"5\Omega", '5"ohm"'),  # ohm
+    (r'^([\s{"]*\d+)\s*(?:\^\s*)?(?:\{\s*' + ORDINAL + r"\s*\}|" + ORDINAL + r')(?=[\s.}]*(?:$|"| [a-z]{4}))',
+     r"\1", "15th", "15"),  # ordinals
+    # Relations, operators, sets:
+    # angles by the signs of relations
+    (r"(^|=)\s*<([^<>=,]*,[^<>=]*)>\s*$", r"\1(\2)", "v = <1, 2>", "v =(1, 2)"),
+    (macro(f"({'|'.join(SIGNS)})"), lambda m: SIGNS[m[1]], r"x \le 1", "x ≤ 1"),
+    ("<=|=<", "≤", "x <= 1", "x ≤ 1"),
+    (">=|=>", "≥", "x >= 1", "x ≥ 1"),
+    (r"!=|\\not\s*(?:=|\\approx|\\sim|\\cong)", "≠", "x != 1", "x ≠ 1"),
+    # the empty set
+    (macro("varnothing|emptyset") + r"|\\\{\s*\\\}", r"\\emptyset ", r"\{\}", r"\emptyset "),
+    ("[⟨〈]", "(", "⟨1", "(1"),
+    ("[⟩〉]", ")", "1⟩", "1)"),
+    (r"(?<=\d) ?x ?(?=10\s*\^)", r"\\cdot ", "3 x 10^8", r"3\cdot 10^8"),  # x as a sign before a power of ten
+    (r"\*", r"\\cdot ", "2*3", r"2\cdot 3"),
+    (r"^\\\{\s*[a-z]\s*(?:\\mid(?![a-z])|\||:)\s*(.*)\\\}$", r"\1", r"\{x : x>3\}", "x>3"),  # a set by a rule
+    (r"\s*\\pmod\s*\{?(\w+)\}?\s*$", r'"modulo \1"', r"3 \pmod{5}", '3"modulo 5"'),  # a modulus
+    # a binomial by TeX
+    (r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}", r"{3\choose 2}", r"\binom{3}{ 2}"),
+    # Spellings of programs and in words:
+    (r"\b(?:np|numpy|math|sp|sympy|torch)\.(?=[a-zA-Z])", "", "math.sqrt(2)", "sqrt(2)"),  # a module
+    (r'(?<![a-zA-Z])"?(?:[a-zA-Z]*[mM]atrix|array|tensor|[vV]ector)"?\s*\((\[.*\])\)', r"\1",
+     "Matrix([[1], [2]])", "[[1], [2]]"),  # a matrix of a program
+    (r"(?i:\binfinity\b|\binf\b)|\boo\b", r"\\infty ", "oo", r"\infty "),  # infinity
+    (r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|arcsin|arccos|arctan|ln|log|exp)(?![a-zA-Z])", r"\\\1",
+     "sin x", r"\sin x"),  # functions without a backslash
+    (r"\\log_\s*\{?e\}?(?![a-z])", r"\\ln ", r"\log_e 2", r"\ln  2"),  # the natural logarithm
+    (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", r"\sqrt(2)", r"\sqrt{2}"),  # a root in brackets
+    (r"\\sqrt(\[[^\]]*\])?\s*(\d+|\\frac(?:\s*(?:\{[^{}]*\}|\d)){2}|\\[a-z]+|[a-zA-Z])", r"\\sqrt\1{\2}",
+     r"\sqrt2", r"\sqrt{2}"),  # a root without braces
+    # a fraction without braces
+    (r"(\\frac|\\binom)" + ARGUMENT + ARGUMENT, with_braces, r"\frac12", r"\frac{1}{2}"),
+    # a fraction inside another
+    (r"(?<=[{}\w])(\\frac|\\binom)" + ARGUMENT + ARGUMENT, with_braces, r"{\frac12}", r"{\frac{1}{2}}"),
+    # Numbers:
+    (r"(?<![a-zA-Z\\}\d.])(\d+\.?\d*|\.\d+)[eE]([-+]?\d+)(?!\.?\d|[a-zA-Z])",
+     r"\1\\cdot 10^{\2}", "2e3", r"2\cdot 10^{3}"),  # e-notation
+    (r'(\d)\s*"?\s*(' + "|".join(FACTORS) + ")(?![a-z])",
+     lambda m: rf'{m[1]}\cdot {FACTORS[m[2]]}"', "5 million", r'5\cdot 10^{6}"'),  # a factor in words
+    # repeating decimals by dots
+    (r"(\.\d*?)(\d{1,2}?)\2{2,}\s*(?:\.\.\.|\\ldots)", r"\1\\overline{\2}", "0.333...", r"0.\overline{3}"),
+    (r"(?<=[\d.])\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))",
+     lambda m: rf"\overline{{{m[1] or m[2]}}}", r"0.\bar3", r"0.\overline{3}"),  # repeating decimals
+    (r"(\d)\.(?![\d.]|\\overline)", r"\1", "5.", "5"),  # a point behind an integer
+    (r'(\d)\s*"?\s*to\s*"?\s*(\d)', r"\1:\2", "2 to 3", "2:3"),  # a ratio in words
+    (r'(?i:(\d)(\s*"?\s*)([ap])\.?\s?m\b\.?)', lambda m: f"{m[1]}{m[2]}{m[3].lower()}m",
+     "4:30 P.M.", "4:30 pm"),  # half of the day
+    # Words around the answer:
+    (r'^\s*"[^"]*(?:\bis|:)\s*"|(?i:^(?:the )?(?:final )?answer(?: is|:)\s*)|'
+     r'^\s*"?\s*(?:US|USD|Rs\.?)\s*"?\s*(?=\d)', "", "Answer: 5", "5"),  # words before the answer
+    (r'^\s*("?)\s*(?:[Tt]he|[Aa]n|a|[Oo]ption|[Cc]hoice)\s+(?!and\b|or\b)'
+     r'(?=[a-zA-Z]{3}|\(?[a-zA-Z]\)?"?$)', r"\1", "the east", "east"),  # articles
+    (r'(?<=\d) ?"([^"\d]*\w) and ?"', r' "\1"∧', '7 " goats and "4', '7 " goats"∧4'),  # and within a text
+    (r'"?\s?,?\s?\band\b\s?"?|' + macro("land|wedge"), "∧", "1 and 2", "1∧2"),  # and
+    (r'"?\s?,?\s?\bor\b\s?"?|' + macro("lor|vee"), "∨", "1 or 2", "1∨2"),  # or
+    # Formulas of units:
+    (r'(?:(?<=[\w)}\]]) ?(?:\\cdot ?)?\\frac\{1?|(?:(?<=[\w)}\]]) ?\\cdot ?)?\\frac\{([^{}"]*?) ?(' +
      UNIT_PRODUCT + r"))\}\{(?:1(?![\d.]) ?)?(" + UNIT_PRODUCT + r")\}", write_unit,
-     r'\frac{5 "m"}{"s"}', '5" m / s "'),
-    ("brackets around a unit",
-     r'(?<=[\d)}\]"]) ?(/|\\cdot )? ?(?:[(\[]|(?<!\})(?<!\} )\{) ?(' + UNIT_PRODUCT + r") ?[)\]}]", r" \1\2",
-     '5("m")', '5 "m"'),
-    ("a product of units", rf"(?:^|(?<=[\w)}}\]])) ?()((?:\\cdot|/)? ?{UNIT_PRODUCT})", write_unit,
-     '5 "m"/"s"', '5" m / s "'),
+     r'\frac{5 "m"}{"s"}', '5" m / s "'),  # a fraction of units
+    (r'(?<=[\d)}\]"]) ?(/|\\cdot )? ?(?:[(\[]|(?<!\})(?<!\} )\{) ?(' + UNIT_PRODUCT + r") ?[)\]}]", r" \1\2",
+     '5("m")', '5 "m"'),  # brackets around a unit
+    # a product of units
+    (rf"(?:^|(?<=[\w)}}\]])) ?()((?:\\cdot|/)? ?{UNIT_PRODUCT})", write_unit, '5 "m"/"s"', '5" m / s "'),
 )]
 
 
@@ -279,8 +253,8 @@ def normalise(answer: str) -> str:
     answer = answer.translate(CHARACTERS).strip()
     if TRIGONOMETRIC.search(answer):
         answer = DEGREES.sub(r"(\\frac{\1\\pi}{180})", answer)
-    for rule in RULES:
-        answer = rule.pattern.sub(rule.new, answer)
+    for pattern, new, *_ in RULES:
+        answer = pattern.sub(new, answer)
     return answer.strip().rstrip(" .,;:")
 
 

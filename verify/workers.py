@@ -133,18 +133,15 @@ class Call:
         self.start()
 
     def start(self) -> None:
-        try:
-            self.schedule()
-        except RuntimeError:  # an idle worker was killed from outside, and pebble gives up the whole pool
-            pool = POOLS.pop(self.limits)
-            pool.stop()
-            pool.join()  # else its threads and semaphores stay
-            self.schedule()
-
-    def schedule(self) -> None:
         self.pool = workers(self.limits)
         timeout = PATIENCE * max(1, self.limits.seconds)
-        self.future = self.pool.schedule(call_with_alarm, args=self.args, timeout=timeout)
+        try:
+            self.future = self.pool.schedule(call_with_alarm, args=self.args, timeout=timeout)
+        except RuntimeError:  # an idle worker was killed from outside, and pebble gives up the whole pool
+            del POOLS[self.limits]
+            self.pool.stop()
+            self.pool.join()  # else its threads and semaphores stay
+            self.start()
 
     def result(self) -> object:
         """Return the function's value. Raises its exceptions, OverLimit, and VerifyError if no worker lives

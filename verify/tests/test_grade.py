@@ -10,13 +10,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from respelling import LABELLED, ROOT, judged, verdict
+from respelling import ROOT, verdict
 
 from verify import cases, workers
 from verify import grade as grading
 from verify.compare_math_verify import judge_by_math_verify
 from verify.errors import VerifyError
-from verify.extract import extract
 from verify.grade import first_equal, grade
 
 
@@ -137,10 +136,9 @@ CASE = {"gold": "1", "completion": "1", "correct": True}
     (b"{", ":1: not valid JSON"), (b"\xff\xfe{", ":1: not valid JSON"),
     (b'{"x": ' + b"1" * 5001 + b"}", ":1: not valid JSON"),
     (b"[" * 100_000, ":1: not valid JSON"), (json.dumps(CASE | {"gold": "\ud800"}).encode(), ":1: not valid JSON"),
-    (b"[]", ":1: a case needs 'gold', a str"), (b"", " holds no cases"),
-    (json.dumps(CASE | {"correct": "yes"}).encode(), ":1: a case needs 'correct', a bool"),
-    (json.dumps(CASE | {"category": [1]}).encode(), r":1: the category of a case must be a text, not \[1\]$"),
-    (json.dumps(CASE | {"category": ["x" * 1000]}).encode(), r"must be a text, not \['x{98} \.\.\. x{98}'\]$"),
+    (b"[]", ":1: the 'gold' of a case must be a str, not None"), (b"", " holds no cases"),
+    (json.dumps(CASE | {"correct": "yes"}).encode(), ":1: the 'correct' of a case must be a bool, not 'yes'"),
+    (json.dumps(CASE | {"category": ["x" * 1000]}).encode(), r"must be a str, not \['x{98} \.\.\. x{98}'\]$"),
 ])
 def test_a_bad_case_is_named_by_its_line(line, message, tmp_path):
     path = tmp_path / "cases.jsonl"
@@ -158,20 +156,6 @@ def test_a_category_called_total_is_one_of_the_categories():
     labelled = [{"gold": "1", "completion": "1", "correct": True, "category": name} for name in ("total", "other")]
     counts = cases.count_outcomes(labelled, [{"verdict": "right", "answer": "1"}] * 2)
     assert [(name, count.total()) for name, count in counts] == [("total", 1), ("other", 1), ("total", 2)]
-
-
-def test_gold_answers_are_right_in_ten_spellings():
-    rewritten = cases.respell_golds([case["gold"] for case in LABELLED[::7]])
-    assert len(rewritten) % len(cases.SPELLINGS) == 0 and len(cases.SPELLINGS) == 10
-    for gold, way, completion in rewritten:
-        assert judged(gold, extract(completion)) is True, (gold, way)
-
-
-def test_gold_answers_that_are_wrong_against_themselves_are_named():
-    said = cases.check_golds(["5", "5", "no mathematics \\at all{"]).splitlines()
-    assert "ways, that are right against themselves" in said[0] and said[0].endswith("of 20") and len(said) > 1
-    assert all(line.startswith("not 'no mathematics") for line in said[1:])
-    assert cases.check_golds(["5"]).endswith("100.0% of 10")
 
 
 # ---- programs that call `grade`
