@@ -37,7 +37,6 @@ from infra.digests import (
     Files,
     differences,
     find_changed,
-    find_missing,
     format_list,
     hash_file,
     hash_files,
@@ -275,7 +274,7 @@ def how_to_go_on(run: Path) -> str:
 
 def replayable_steps(run: Path, last: int) -> list[int]:
     """List the steps up to `last` that can be replayed: the first, and each after a whole checkpoint."""
-    whole = [step_of(path.name) for path in step_folders(run / "checkpoints") if not find_missing(path)]
+    whole = [step_of(path.name) for path in step_folders(run / "checkpoints") if read_list(path)]
     return [step + 1 for step in (0, *whole) if step < last]
 
 
@@ -295,7 +294,7 @@ def newest_checkpoints(folder: Path) -> list[Path]:
 
 def require_whole(step: Path) -> None:
     """Raise ConfigError if a file of a checkpoint is missing or cut off, or extra.pt is damaged."""
-    refuse(step, find_missing(step) or find_changed(step, ["extra.pt"]))
+    refuse(step, find_changed(step, ["extra.pt"]))
 
 
 def refuse(step: Path, damage: str) -> None:
@@ -365,10 +364,9 @@ def find_damage(step: Path, part: str = "") -> str:
 
     Collective. Each rank reads the files that it wrote itself, if there are as many ranks as there were then.
     """
-    missing = dist.on_first(find_missing, step)
     mine = [name for name in read_list(step)
             if name.startswith(part) and writing_rank(name) % dist.world_size() == dist.rank()]
-    return missing or next(filter(None, dist.gather([find_changed(step, mine)])), "")
+    return next(filter(None, dist.gather([find_changed(step, mine)])), "")
 
 
 # ---- hashes, and the inputs of a run

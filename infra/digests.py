@@ -44,25 +44,19 @@ def read_list(step: Path) -> Files:
     return files if text == format_list(files) else {}
 
 
-def find_missing(step: Path) -> str:
-    """Name a file of a checkpoint that is missing or has another size, else "". Hashes nothing."""
-    files = read_list(step)
-    for name, (size, _) in files.items():
-        found = (step / name).stat().st_size if (step / name).is_file() else "no"
-        if found != size:
-            return f"{name} has {found} bytes of {size}"
-    return "" if files else "files.json, which lists the files, is missing or damaged"
-
-
 def find_changed(step: Path, names: Iterable[str]) -> str:
-    """Name a file that has changed since it was written; "" if none has."""
+    """Name a file of a checkpoint, or of an export, that is missing or not as it was written; "" for none."""
     files = read_list(step)
+    if not files:
+        return "files.json, which lists the files, is missing or damaged"
     for name in names:
         try:
-            if hash_file(step / name) != files[name][1]:
-                return f"{name} is not as it was written: its sha256 is not the one in files.json"
-        except OSError as error:  # of a disk that is going
+            found = [(step / name).stat().st_size, hash_file(step / name)]
+        except OSError as error:  # of a disk that is going, too
             return f"{name} cannot be read: {error}"
+        if found != files[name]:
+            return (f"{name} is not as it was written: it has {found[0]} of {files[name][0]} bytes and "
+                    "another sha256 than files.json says")
     return ""
 
 

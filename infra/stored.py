@@ -1,7 +1,6 @@
 """Hold many records outside of Python's objects, in one file that the ranks of a node share."""
 
 import ctypes
-import mmap
 import os
 import pickle
 import tempfile
@@ -18,10 +17,10 @@ from verify.errors import VerifyError
 class Stored(Sequence):
     """Records in a file, mapped into memory. Each is read where it is asked for."""
 
-    def __init__(self, file: IO[bytes]):
-        self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        count = int.from_bytes(self.bytes[-8:], "little")
-        self.ends = np.frombuffer(self.bytes, np.int64, count, len(self.bytes) - 8 - 8 * count)
+    def __init__(self, path: str):
+        self.bytes = np.memmap(path, mode="r")
+        count, = self.bytes[-8:].view(np.int64)
+        self.ends = self.bytes[-8 * count - 8:-8].view(np.int64)
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -63,9 +62,6 @@ def once_a_node(make: Callable[[], tuple[list[Iterable], Any]]) -> tuple[list[St
     *_, (_, names, others) = (node for node in dist.gather(made) if node[0] <= dist.rank())
     if isinstance(names, Exception):
         raise names
-    stored = []
-    for name in names:
-        with open(name, "rb") as file:
-            stored.append(Stored(file))
+    stored = list(map(Stored, names))
     dist.barrier()  # before the files are closed
     return stored, others

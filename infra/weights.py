@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from infra import dist
-from infra.digests import LIST, find_changed, find_missing, read_list
+from infra.digests import LIST, find_changed, read_list
 from infra.families import Shape, shape_of
 from infra.trial import try_first
 from records import frozen
@@ -54,7 +54,7 @@ def require_own_files(folder: Path, weights: bool = False) -> None:
         if not file.is_relative_to(root) and not file.is_relative_to(root.parents[1] / "blobs"):
             raise ConfigError(f"{path} is a link to {file}, outside of its folder; put the file there itself")
     names = [name for name in read_list(folder) if name.endswith(".safetensors") == weights]
-    damage = find_missing(folder) or find_changed(folder, names)
+    damage = find_changed(folder, names)
     if (folder / LIST).exists() and damage:
         raise ConfigError(f"{folder}: {damage}; export it again, or remove {LIST} to take it as it is")
 

@@ -148,8 +148,8 @@ def test_only_the_newest_checkpoints_stay(role, tmp_path):
 
 
 @pytest.mark.parametrize(("damage", "said"), [
-    ("unfinished", ""), ("cut off", r"policy/__0_0.distcp has \d+ bytes of \d+"),
-    ("missing", r"policy/__0_0.distcp has no bytes of \d+"),
+    ("unfinished", ""), ("cut off", r"policy/__0_0.distcp is not as it was written: it has \d+ of \d+ bytes"),
+    ("missing", "policy/__0_0.distcp cannot be read: .*No such file"),
     ("no list", "files.json, which lists the files, is missing"),
     ("deep list", "files.json"),
     ("unreadable", "policy/.metadata cannot be read: .*Is a directory")])
@@ -257,7 +257,7 @@ def test_checkpoints_none_of_which_is_whole_are_not_begun_again(role, tmp_path):
     for step in (1, 2):
         (tmp_path / f"step_{step:06d}" / "extra.pt").unlink()
     with pytest.raises(ConfigError, match="has checkpoints, but none is whole .of the newest "
-                                          r"extra.pt has no bytes of \d+.; restore that file"):
+                                          "extra.pt cannot be read: .*; restore that file"):
         go_on(checkpoints)
 
 

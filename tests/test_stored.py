@@ -21,7 +21,7 @@ RECORDS = [Prompt(f"q{i}", tuple(range(i % 7)), "é" * i, {"row": i}) for i in r
 
 def test_records_come_back_by_place_from_the_end_and_in_slices():
     with store(RECORDS) as file:
-        stored = Stored(file)
+        stored = Stored(file.name)
     assert not Path(file.name).exists()  # what is mapped stays
     assert len(stored) == 50 and [*stored] == RECORDS and stored[-1] == RECORDS[-1] and stored[7].row == {"row": 7}
     assert stored[3:40:5] == RECORDS[3:40:5] and stored[:0] == []

@@ -101,12 +101,6 @@ def positive_parts(expression: sympy.Expr) -> list[sympy.Expr]:
     return [part for part in bases | {x.args[0] for x in expression.atoms(sympy.log)} if part.free_symbols]
 
 
-def is_defined(parts: list[sympy.Expr], point: dict) -> bool:
-    """Tell whether all parts are positive at a point."""
-    values = [value_at(part, point) for part in parts]
-    return all(value.is_real and value > 0 for value in values)
-
-
 def nearly_equal(a: sympy.Expr, b: sympy.Expr) -> bool:
     return bool(abs(a - b) <= TOLERANCE * max(abs(a), abs(b)))
 
@@ -136,7 +130,8 @@ def same_functions(a: sympy.Expr, b: sympy.Expr) -> bool:
     for signed in (False, True):
         wanted = compared + POINTS_COMPARED * (1 + signed)
         for point in itertools.islice(draw_points(symbols, signed), POINTS_TRIED):
-            real = [is_defined(p, point) for p in parts]
+            bases = [[value_at(part, point) for part in side] for side in parts]
+            real = [all(value.is_real and value > 0 for value in side) for side in bases]
             if real[0] != real[1] and not signed:
                 return False
             if not all(real):

@@ -351,13 +351,6 @@ def find_letters(x: str) -> set[str]:
     return set(re.sub(r"\\[a-zA-Z]+", "", x)) & set(ascii_letters)
 
 
-def same_chains(gold: str, answer: str, compare: Compare) -> bool:
-    """Compare chains of relations such as a < b ≤ c, read from either end."""
-    a, gold_signs = turn_ascending(*split_relation(gold))
-    b, answer_signs = turn_ascending(*split_relation(answer))
-    return gold_signs == answer_signs and same_in_order(a, b, compare)
-
-
 def same_relations(gold: str, answer: str, compare: Compare) -> bool:
     """Compare two answers if at least one is a relation. A name that only one of them has is left out."""
     (a, gold_signs), (b, answer_signs) = split_relation(gold), split_relation(answer)
@@ -377,8 +370,10 @@ def same_relations(gold: str, answer: str, compare: Compare) -> bool:
             return value is not None and same_answers(a[-1], value, compare)
     if not gold_signs and set(answer_signs) == {"="} and compare(b[0], b[-1]):  # 6/8 = 3/4
         return same_answers(gold, b[-1], compare)
-    if len(gold_signs) == len(answer_signs) > 1 and same_chains(gold, answer, compare):
-        return True
+    if len(gold_signs) == len(answer_signs) > 1:
+        chain, other = turn_ascending(a, gold_signs), turn_ascending(b, answer_signs)
+        if chain[1] == other[1] and same_in_order(chain[0], other[0], compare):
+            return True
     left, right = to_interval(gold) if gold_signs else gold, to_interval(answer) if answer_signs else answer
     if len(a) == len(b) == 3 and not (re.fullmatch(VARIABLE, a[1]) and re.fullmatch(VARIABLE, b[1])):
         return False  # 0 < f(x) < 2 is another chain than 0 < g(x) < 2

@@ -31,6 +31,7 @@ SERIES = {"\\sum": sympy.Sum, "\\prod": sympy.Product}
 BRACKET_PAIRS = {"(": ")", "[": "]", "{": "}", "|": "|", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 AROUND: dict[str, Callable] = {"|": sympy.Abs, "\\lfloor": sympy.floor, "\\lceil": sympy.ceiling}
 CONSTANTS = {"\\pi": sympy.pi, "\\infty": sympy.oo, "e": sympy.E, "i": sympy.I}
+EXPONENTS = {"{", "(", "\\frac", "\\sqrt", *CONSTANTS, *GREEK}  # their beginnings, beside numbers and letters
 STOPS = {"", "+", "-", "\\cdot", "*", "/", "\\bmod", "\\mod", ")", "]", "}", "\\rfloor", "\\rceil", ",", "="}
 
 
@@ -72,12 +73,6 @@ class Reader:
         self.place += 1
         return token
 
-    def whole(self) -> sympy.Expr:
-        expression = self.sum()
-        if self.token:
-            raise Unread(f"{self.token!r} behind a formula")
-        return expression
-
     def sum(self) -> sympy.Expr:
         terms = [self.product()]
         while self.token in ("+", "-"):
@@ -102,15 +97,13 @@ class Reader:
             sign = sign if self.take() == "+" else -sign
         return sign * self.powers()
 
-    def ends(self) -> bool:
-        return self.token in STOPS or self.token == "|" and self.bars > 0
-
     def powers(self, in_argument: bool = False) -> sympy.Expr:
         """Read factors that stand side by side; the argument of a function ends before another function."""
         factors: list[sympy.Expr] = []
         starts: list[str] = []
         plain = False  # the only factor so far is a number without a power
-        while not (self.ends() or factors and in_argument and self.token in FUNCTIONS):
+        while not (self.token in STOPS or self.token == "|" and self.bars > 0
+                   or factors and in_argument and self.token in FUNCTIONS):
             if starts and starts[-1][0].isdigit() and self.token[0].isdigit():
                 raise Unread("two numbers beside each other")
             if plain and self.token == "(" and not in_argument:
@@ -139,12 +132,9 @@ class Reader:
     def exponent(self) -> sympy.Expr:
         self.take("^")
         sign = -1 if self.token == "-" and self.take() else 1
-        if self.token in ("{", "(", "\\frac", "\\sqrt") or self.token in CONSTANTS or self.is_plain():
+        if self.token in EXPONENTS or re.match(r"[^\W_]|\.", self.token):
             return sign * self.atom()
         raise Unread(f"an exponent {self.token!r}")
-
-    def is_plain(self) -> bool:
-        return self.token[:1].isalnum() or self.token[:1] == "." or self.token in GREEK
 
     def atom(self) -> sympy.Expr:
         token = self.take()
@@ -233,4 +223,8 @@ class Reader:
 
 def parse_formula(text: str) -> sympy.Expr:
     """Parse a formula. Raises Unread if it is of another kind, RecursionError if it is too deep."""
-    return Reader(text).whole()
+    reader = Reader(text)
+    expression = reader.sum()
+    if reader.token:
+        raise Unread(f"{reader.token!r} behind a formula")
+    return expression

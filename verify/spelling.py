@@ -207,7 +207,6 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     (r"(?i:\binfinity\b|\binf\b)|\boo\b", r"\\infty ", "oo", r"\infty "),  # infinity
     (r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|arcsin|arccos|arctan|ln|log|exp)(?![a-zA-Z])", r"\\\1",
      "sin x", r"\sin x"),  # functions without a backslash
-    (r"\\log_\s*\{?e\}?(?![a-z])", r"\\ln ", r"\log_e 2", r"\ln  2"),  # the natural logarithm
     (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", r"\sqrt(2)", r"\sqrt{2}"),  # a root in brackets
     (r"\\sqrt(\[[^\]]*\])?\s*(\d+|\\frac(?:\s*(?:\{[^{}]*\}|\d)){2}|\\[a-z]+|[a-zA-Z])", r"\\sqrt\1{\2}",
      r"\sqrt2", r"\sqrt{2}"),  # a root without braces
