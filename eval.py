@@ -268,10 +268,8 @@ def evaluate_models(args: argparse.Namespace) -> None:
         args.config = [suites.config_of(args)]
     args.config = args.config or ["eval/default.yaml"]
     cfg = config.load(args.config, args.set)
-    if args.data is not None:
-        cfg = config.with_value(cfg, "data.eval", args.data)
-    if args.data_dir is not None:
-        cfg = config.with_value(cfg, "data.dir", args.data_dir)
+    for key, value in {"data.eval": args.data, "data.dir": args.data_dir}.items():
+        cfg = cfg if value is None else config.with_value(cfg, key, value)
     if not args.model:
         raise ConfigError("--model must be given: a Hugging Face folder, a checkpoint or a hub name")
     if not cfg.data.eval:

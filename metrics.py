@@ -66,12 +66,9 @@ def rollout_metrics(rolled: Rolled, batch: Batch) -> Metrics:
         "prune/skipped": len(rolled.draws) - len(rolled.groups),
         "prune/offered": batch.offered * weight_NG.shape[1] - int(batch.reward_NG.isnan().sum()),
         "prune/kept": int(batch.pruned.keep_NG.sum()),
-        "prune/weight_max": 0.0,
-        "prune/ess": 0.0,
+        "prune/weight_max": max(weight_NG.flatten().tolist(), default=0.0),
+        "prune/ess": (weight_NG.sum() ** 2 / weight_NG.square().sum()).nan_to_num().item(),
     }
-    if weight_NG.any():
-        metrics["prune/weight_max"] = weight_NG.max().item()
-        metrics["prune/ess"] = (weight_NG.sum() ** 2 / weight_NG.square().sum()).item()
     if tokens:
         nats = sum(sum(s.logp[s.fresh_from:]) for s in samples)
         metrics["rollout/entropy"] = -nats / tokens

@@ -314,9 +314,7 @@ def read_extra(path: str | Path) -> dict:
         return torch.load(step / "extra.pt", weights_only=True)
     for steps in (step / "checkpoints", step, step.parent):
         if steps.name == "checkpoints" and steps.is_dir():
-            models = step_folders(steps)
-            if (steps.parent / "hf").is_dir():
-                models.append(steps.parent / "hf")
+            models = (*step_folders(steps), *filter(Path.is_dir, [steps.parent / "hf"]))
             there = ", ".join(map(str, models)) or "none"
             raise ConfigError(f"{path} is neither a model nor a checkpoint; of that run there are: {there}")
     return {}

@@ -78,8 +78,7 @@ def barrier() -> None:
 
 def local_slice(items: list) -> list:
     """Return this rank's items: the rank-th of world_size contiguous slices, equal up to one item."""
-    start = len(items) * rank() // world_size()
-    end = len(items) * (rank() + 1) // world_size()
+    start, end = (len(items) * place // world_size() for place in (rank(), rank() + 1))
     return items[start:end]
 
 

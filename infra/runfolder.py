@@ -420,8 +420,7 @@ class RunLog:
 
     def evaluated(self, step: int, results: dict[str, dict], seconds: float) -> None:
         """Log the scores of every set in one line."""
-        keys = ("accuracy", "low", "high", "reward", "reward_low", "reward_high", "lenient", "length",
-                "truncated", "unparsed")
+        keys = "accuracy low high reward reward_low reward_high lenient length truncated unparsed".split()
         line = {"step": step, "time/eval": seconds}
         for name, result in results.items():
             line |= {f"eval/{name}/{key}": result[key] for key in keys if key in result}

@@ -125,11 +125,9 @@ def extract(text: str) -> str | None:
     """
     text = undouble(until_end(text))
     for searched in dict.fromkeys((text.rpartition("</think>")[2], text)):
-        answer = last_boxed(searched)
-        if answer is None:
-            answer = last_mark(searched)
-        if answer is not None:
-            return answer
+        for find in (last_boxed, last_mark):
+            if (answer := find(searched)) is not None:
+                return answer
     return None
 
 

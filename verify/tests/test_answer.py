@@ -64,7 +64,7 @@ negative: -\frac{1}{2} | \frac{-1}{2} | \frac{1}{-2} | -0.5 | -.5 | −1/2 | -1/
 scientific: 0.0015 | 1.5e-3 | 1.5 \times 10^{-3} | 1.5\cdot10^{-3} | 15*10^{-4}
 roots: 2\sqrt{3} | \sqrt{12} | 2\sqrt3 | 2 \sqrt {3} | 2√3 | 2*sqrt(3) | \sqrt3\cdot2
 pi: \frac{3\pi}{4} | \frac34\pi | 3\pi/4 | 3*pi/4 | 0.75π | \frac\pi4\cdot3
-decimals: \sqrt{2} | 1.41421356 | 1.414213
+decimals: \sqrt{2} | 1.41421 | 1.414213 | 1.414214 | 1.41421356
 congruent: 3 | 3 \pmod 5 | 3 \pmod{5}
 celsius: 30 | 30^\circ C | 30°C | 30^\circ\text{C}
 percent: 25\% | 25% | 25 percent | 25
@@ -152,6 +152,7 @@ fractions: \frac{1}{3} | 0.33 | 0.3 | \frac{2}{3} | 3 | \frac13x
 roots: 3\sqrt2 | 2\sqrt3 | 3 | 4.24 | \sqrt{2} | 3\sqrt{3}
 pi: 4\pi | 4 | 12.57 | \pi | 4\pi^2
 decimals: 2.232 | 2.23 | 2.2321 | 2.24
+decimals of roots: \sqrt{2} | 1.4142 | 1.41422 | 1.414215
 money: 16386.17 | 16386.18 | 16386.1
 large: 2^{200}+1 | 2^{200}-1 | 2^{200}
 small: \frac{1}{2004!} | \frac{1}{2006!} | 0
@@ -228,8 +229,7 @@ def test_spellings_of_one_value_are_equal_both_ways(spellings):
 @pytest.mark.parametrize("row", MORE.strip().splitlines())
 def test_an_answer_may_say_more_than_the_gold_one(row):
     gold, *written = row.split(" | ")
-    for each in written:
-        assert verdict(gold, each) == "right", each
+    assert [verdict(gold, each) for each in written] == ["right"] * len(written)
 
 
 @pytest.mark.parametrize("values", rows(DIFFERENT))
@@ -265,33 +265,19 @@ def test_numbers_are_equal_exactly_when_their_values_are():
 
 @pytest.mark.parametrize(("text", "value"), [
     ("0.1", Fraction(1, 10)), (".5", Fraction(1, 2)), ("-3", Fraction(-3)), (r"10^{-3}", Fraction(1, 1000)),
-    (r"2\frac{3}{4}", Fraction(11, 4)), (r"-2\frac{3}{4}", Fraction(-11, 4)),
-    ("1/0", None), ("x", None), ("", None),
-    (r"0.1\overline{6}", Fraction(1, 6)), ("1,234", Fraction(1234)), ("1,23", None),
-    (".", None), ("2*3", None),
-    (r"10^{9999}", None), ("9" * 5000, None), (r"\frac{1}{x}", None), ("1 1/2", Fraction(3, 2)),
-    ("11/2", Fraction(11, 2))])
+    (r"2\frac{3}{4}", Fraction(11, 4)), (r"-2\frac{3}{4}", Fraction(-11, 4)), ("1 1/2", Fraction(3, 2)),
+    ("11/2", Fraction(11, 2)), (r"0.1\overline{6}", Fraction(1, 6)), ("1,234", Fraction(1234)),
+    *((text, None) for text in ("1/0", "x", "", "1,23", ".", "2*3", r"10^{9999}", "9" * 5000, r"\frac{1}{x}"))])
 def test_number(text, value):
-    found = number(text)
-    assert (None if found is None else found[0]) == value
+    assert (number(text) or [None])[0] == value
 
 
-@pytest.mark.parametrize(("decimal", "fits"), [
-    ("1.41421", True), ("1.41422", False), ("1.4142", False), ("1.414213", True), ("1.414214", True),
-    ("1.414215", False)])
-def test_a_decimal_is_a_root_only_with_many_digits(decimal, fits):
-    assert (verdict(r"\sqrt{2}", decimal) == "right") == fits
-
-
-def test_long_answers_are_compared_by_their_spelling():
+def test_long_answers_are_compared_by_their_spelling_and_relations_in_a_row_end():
     long = " + ".join(["x"] * 800)
     assert answers_equal(long, long.replace(" ", ""), lambda a, b: False)
     assert not answers_equal(long, long + "+y", lambda a, b: True)
-
-
-def test_relations_in_a_row_end():
-    assert not answers_equal("x \\in 1 \\in 2", "y \\in 3 \\in 4 \\in 5", lambda a, b: False)
-    assert not answers_equal("1", "a = b = c = d", lambda a, b: False)
+    for gold, text in (("x \\in 1 \\in 2", "y \\in 3 \\in 4 \\in 5"), ("1", "a = b = c = d")):
+        assert not answers_equal(gold, text, lambda a, b: False)
 
 
 PIECES = ("{", "}", "(", ")", "[", "]", "\\boxed{", "\\frac", "\\sqrt{", "^", "_", "\\\\", "&", "$",

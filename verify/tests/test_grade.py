@@ -145,9 +145,6 @@ def test_a_bad_case_is_named_by_its_line(line, message, tmp_path):
     path.write_bytes(line + b"\n")
     with pytest.raises(VerifyError, match=f"^{path}[^\n]*{message}"):
         cases.read_cases(path)
-
-
-def test_a_file_of_cases_that_is_missing_is_named(tmp_path):
     with pytest.raises(VerifyError, match="--cases: file .*none.jsonl not found"):
         cases.read_cases(tmp_path / "none.jsonl")
 
@@ -171,16 +168,15 @@ IMPORT = "from verify.grade import grade\n"
 VERDICT = r"""print(grade([(r"\frac{x+1}{2}", r"\boxed{0.5x+0.5}")])[0]["verdict"])"""
 
 
-def test_a_program_without_a_main_guard_is_told_so(tmp_path):
+def test_a_program_needs_a_main_guard_and_a_file_and_is_told_so(tmp_path):
     done = run_program(tmp_path, IMPORT + VERDICT)
     assert done.returncode == 1 and done.stdout == "" and done.stderr.count("Traceback") == 1
     assert re.search(r"VerifyError: no process of the verifier lives .* imports .*program.py, .*`if __name__ == \"__",
                      done.stderr)
-
-
-def test_a_program_with_one_is_not(tmp_path):
     done = run_program(tmp_path, f"{IMPORT}if __name__ == '__main__':\n    {VERDICT}")
     assert (done.returncode, done.stdout, done.stderr) == (0, "right\n", "")
+    done = subprocess.run([sys.executable, "-"], input=IMPORT + VERDICT, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "VerifyError: the verifier's processes import the main program" in done.stderr
 
 
 @pytest.mark.parametrize("flags", [(), ("-I",)], ids=["plain", "isolated"])
@@ -196,11 +192,6 @@ if __name__ == "__main__":
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([sys.executable, *flags, "program.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("60 False\n", "")
-
-
-def test_a_program_that_is_no_file_is_told_so():
-    done = subprocess.run([sys.executable, "-"], input=IMPORT + VERDICT, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and "VerifyError: the verifier's processes import the main program" in done.stderr
 
 
 def test_verify_imports_nothing_else_of_this_repository():

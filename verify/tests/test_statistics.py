@@ -1,7 +1,6 @@
 """Rates and their intervals: by hand, by enumeration and by simulation."""
 
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -18,15 +17,6 @@ def answers(right: int, n: int) -> list[float]:
 def test_wilson_by_the_published_table(correct, count, low, high):
     """Values of the closed form; the first rows stand in Brown, Cai and DasGupta (2001)."""
     assert statistics.wilson(answers(correct, count)) == pytest.approx((low, high), abs=5e-5)
-
-
-@pytest.mark.parametrize("share", [0.02, 0.2, 0.7])
-def test_wilson_covers_the_truth_at_its_rate(share):
-    """Exact coverage over all outcomes of 200 draws, at most 3 points off 95%."""
-    intervals = [statistics.wilson(answers(k, 200)) for k in range(201)]
-    covered = sum(math.comb(200, k) * share ** k * (1 - share) ** (200 - k)
-                  for k, (low, high) in enumerate(intervals) if low <= share <= high)
-    assert 0.92 < covered < 0.98
 
 
 @pytest.mark.parametrize(("count", "a", "b"), [
@@ -66,11 +56,8 @@ def voted(*given: str, gold: str = "7") -> list[str | None]:
     (["7", "7", "8"], 1), (["7", "8", "8"], 0), (["7", "8"], 0.5), (["7", "8", "9"], 1 / 3),
     (["8", "8.0", "7"], 0), (["", "", "7"], 1), (["", " "], 0), (["x", "$x$", "7"], 0),
     (["right", "right", "7"], 0)])
-def test_majority(given, value):
+def test_majority_is_that_of_all_or_of_blocks(given, value):
     assert statistics.majority(voted(*given)) == pytest.approx(value)
-
-
-def test_majority_at_k_is_over_blocks():
     votes = voted("7", "7", "8", "7", "8", "8", "7")
     assert statistics.majority_at(2, votes) == pytest.approx((1 + 0.5 + 0) / 3)
 
