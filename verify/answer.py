@@ -351,16 +351,16 @@ def same_relations(gold: str, answer: str, compare: Compare) -> bool:
         return same_answers(value, b[-1] if "\\in" in answer_signs else answer, compare)
     if not gold_signs and answer_signs == ["="] and NAME.fullmatch(b[1]) and not NAME.fullmatch(b[0]):
         b = b[::-1]  # 5 = x
-    gold_named = set(gold_signs) == {"="} and is_name(a[0])
-    answer_named = set(answer_signs) == {"="} and is_name(b[0])
-    loose = set(answer_signs) == {"="} and bool(LOOSE_NAME.fullmatch(b[0]))
-    if (gold_named and not answer_signs) or ((answer_named or loose) and not gold_signs):
+    gold_equals, answer_equals = set(gold_signs) == {"="}, set(answer_signs) == {"="}
+    gold_named, answer_named = gold_equals and is_name(a[0]), answer_equals and is_name(b[0])
+    loose = answer_equals and LOOSE_NAME.fullmatch(b[0])
+    if gold_named and not answer_signs or (answer_named or loose) and not gold_signs:
         return same_answers(a[-1], b[-1], compare)
     if gold_named and answer_named:
         value = same_name((a[0], a[-1]), (b[0], b[-1]))
         if value is not None or "(" in a[0] + b[0]:
             return value is not None and same_answers(a[-1], value, compare)
-    if not gold_signs and set(answer_signs) == {"="} and compare(b[0], b[-1]):  # 6/8 = 3/4
+    if not gold_signs and answer_equals and compare(b[0], b[-1]):  # 6/8 = 3/4
         return same_answers(gold, b[-1], compare)
     if len(gold_signs) == len(answer_signs) > 1:
         chain, other = turn_ascending(a, gold_signs), turn_ascending(b, answer_signs)
