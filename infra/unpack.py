@@ -18,25 +18,22 @@ def unpack(archive: Path, cache: Path) -> Path:
     clean-up of the cache has taken comes back.
     """
     folder = cache / f"eval-{hashlib.sha256(archive.read_bytes()).hexdigest()[:16]}"
-    with zipfile.ZipFile(archive) as files:
-        names = files.namelist()
-        if all((folder / name).is_file() for name in names):
-            return folder
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as fresh:
-            files.extractall(fresh)
-            for name in names:
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                os.replace(Path(fresh, name), folder / name)
+    folder.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(archive) as files, tempfile.TemporaryDirectory(dir=cache) as fresh:
+        for name in files.namelist():
+            path = folder / name
+            if not path.is_file():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(files.extract(name, fresh), path)
     return folder
 
 
 def main() -> None:
     archive = Path(__file__).parent
     try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "winnow")
-        folder = unpack(archive, cache)
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        folder = unpack(archive, Path(cache, "winnow"))
+    except OSError as error:
         print(f"error: {archive.name} cannot unpack itself: {error}; set XDG_CACHE_HOME to a folder that can "
               "be written", file=sys.stderr)
         sys.exit(2)
