@@ -5,7 +5,7 @@
     python chat.py DIR --set eval.temperature=0.6 --set data.system_prompt="Be brief."
 
 A line is a question. /problem asks the next problem of data.eval and shows its gold answer, /new begins
-another conversation, /quit ends, and Ctrl-C ends an answer. An environment's replies stand in ⟦ ⟧.
+another conversation, /quit ends, and Ctrl-C ends an answer. The texts of an environment are part of it.
 """
 
 from infra import commands
@@ -13,13 +13,10 @@ from infra import commands
 if __name__ == "__main__":  # before the imports that take seconds
     commands.of_chat(__doc__)
 
-import argparse
-import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from itertools import cycle
 
 import config
 from config import Config, ConfigError
@@ -28,18 +25,16 @@ from eval import load_sets
 from infra import dist
 from infra.checkpoint import original_model, step_folders
 from infra.device import engine_spec, find_device, fit_engine
-from infra.runfolder import state_of
 from infra.signals import exit_status
 from infra.tokenizer import as_messages
 from infra.weights import find_model, read_shape
 from policy import load_policy
-from records import Problem, Prompt, Request, Sample
+from records import Problem, Prompt, Request
 from rollout import start_engine
 from settings import leaves
 from settings.paths import user_path
 
-PIECE = 8        # tokens that are sampled before they are shown
-CONTEXT = 4096   # tokens of a conversation at most, if the model takes so many
+CONTEXT = 4096  # tokens of a conversation at most, if the model takes so many
 COMMANDS = "/problem asks one of data.eval, /new begins another conversation, /quit ends"
 
 
@@ -57,102 +52,55 @@ class Conversation:
         kind, spec = fit_engine(cfg.rollout.engine, spec)
         self.engine, _ = leaves.through("engine", cfg, (start_engine(kind, spec), self.tokenizer))
         self.engine.sync(load_policy(cfg.model.path, spec.folder, spec.dtype))
-        self.problems: Iterator[Problem] | None = None  # of data.eval, once /problem asks for one
-        self.asked = 0
-        self.begin()
+        self.problems: Iterator[Problem] | None = None  # of data.eval, once one is asked for
+        self.messages, self.row = [], {}
 
-    def begin(self) -> None:
-        """Begin another conversation."""
-        self.messages: list[dict] = []
-        self.row: dict = {}
-
-    def say(self, line: str) -> Iterator[str]:
-        """Yield the answer to a line, piece by piece, or do what the command in it says."""
+    def say(self, line: str) -> str:
+        """Answer a line, or do what the command in it says."""
         if line == "/new":
-            self.begin()
-            yield "a new conversation\n"
-        elif line == "/problem":
-            self.begin()
-            self.problems = self.problems or held_out(self.cfg, self.tokenizer)
+            self.messages, self.row = [], {}
+            return "a new conversation\n"
+        if line == "/problem":
+            if self.cfg.data.eval is None:
+                raise ConfigError("/problem: data.eval names no set; --set data.eval=...")
+            if self.problems is None:
+                sets = load_sets(self.cfg.data, self.tokenizer, self.cfg.reward)
+                self.problems = cycle([problem for held_out in sets for problem in held_out.problems])
             problem = next(self.problems)
-            self.row = problem.row
-            self.messages = as_messages(problem.messages or problem.question, None)
-            yield f"{problem.question}\n\n"
-            yield from self.answer()
-            if problem.answer:
-                yield f"\n\nThe gold answer is {problem.answer}."
-        elif line.startswith("/"):
+            self.messages, self.row = [], problem.row
+            text = self.answer(as_messages(problem.messages or problem.question, None))
+            return f"{problem.question}\n\n{text}\n\nThe gold answer is {problem.answer or 'not known'}."
+        if line.startswith("/"):
             raise ConfigError(f"{line}: no such command; {COMMANDS}")
-        else:
-            self.messages.append({"role": "user", "content": line})
-            yield from self.answer()
+        return self.answer([{"role": "user", "content": line}])
 
-    def answer(self) -> Iterator[str]:
-        """Yield the answer to the newest message. Raises ConfigError if the conversation is too long.
-
-        With stop texts it comes as a whole: one of them may lie across two pieces.
-        """
-        sampling, tokenizer = self.cfg.eval, self.tokenizer
-        known = self.messages if tokenizer.template else self.messages[-1:]
-        ids, = tokenizer.encode([tokenizer.render(known, self.cfg.data.system_prompt)])
-        limit = min(self.longest - len(ids), sampling.max_new_tokens)
+    def answer(self, asked: list[dict]) -> str:
+        """Answer messages. Raises ConfigError if the conversation is too long."""
+        cfg, tokenizer = self.cfg, self.tokenizer
+        known = [*self.messages, *asked] if tokenizer.template else asked
+        ids, = tokenizer.encode([tokenizer.render(known, cfg.data.system_prompt)])
+        limit = min(self.longest - len(ids), cfg.eval.max_new_tokens)
         if limit < 1:
             raise ConfigError(f"the conversation has {len(ids)} of {self.longest} tokens; begin "
                               "another, /new")
-        self.asked += 1
-        said = {"role": "assistant", "content": ""}
-        self.messages.append(said)
-        whole = Request(Prompt("chat", ids, "", self.row), 0, limit)
-        sample = None
-        while sample is None or not sample.is_whole(limit):
-            made = sample.own if sample else 0
-            count = limit - made if tokenizer.stops else min(PIECE, limit - made)
-            seed = dist.seed_for(self.cfg.seed, self.asked, made, "chat")
-            asked = replace(whole, seed=seed, limit=count, so_far=sample)
-            piece, = self.engine.generate([asked], sampling.temperature, sampling.top_p)
-            sample = sample.joined(piece) if sample else piece
-            shown = self.text(sample)
-            yield shown.removeprefix(said["content"])
-            said["content"] = shown
-        if not sample.finished:
-            yield f" [cut off after {sample.own} tokens]"
-
-    def text(self, sample: Sample) -> str:
-        """Write an answer, without a character that has tokens still to come."""
-        parts, before = [], ""
-        for number, (_, end) in enumerate(sample.turns):
-            text = self.tokenizer.read(sample.ids[:end])
-            new = text.removeprefix(before)
-            parts.append(f"⟦{new}⟧" if number % 2 else new)
-            before = text
-        return "".join(parts).rstrip("\ufffd")
-
-
-def held_out(cfg: Config, tokenizer: Tokenizer) -> Iterator[Problem]:
-    """Load the problems of data.eval, which come again and again. Raises ConfigError if there are none."""
-    if cfg.data.eval is None:
-        raise ConfigError("/problem: data.eval names no set; --set data.eval=...")
-    sets = load_sets(cfg.data, tokenizer, cfg.reward)
-    return itertools.cycle(problem for one in sets for problem in one.problems)
+        seed = dist.seed_for(cfg.seed, len(self.messages), "chat")
+        request = Request(Prompt("chat", ids, "", self.row), seed, limit)
+        sample, = self.engine.generate([request], cfg.eval.temperature, cfg.eval.top_p, "tokens")
+        text = tokenizer.read(sample.ids)
+        self.messages += [*asked, {"role": "assistant", "content": text}]
+        return text if sample.finished else f"{text} [cut off after {sample.own} tokens]"
 
 
 def open_config(target: str, names: list[str] | None, overrides: list[str]) -> Config:
-    """Read the config of a run folder, or the default one for a model. Raises ConfigError."""
+    """Read the config of a run folder, with its newest policy, or the default one for a model. Raises
+    ConfigError."""
     run = user_path(target)
     if (run / "config.yaml").is_file():
-        names, target = names or [str(run / "config.yaml")], str(newest_policy(run))
-    cfg = config.load(names or "eval/default.yaml", overrides)
-    return config.with_value(cfg, "model.path", target)
-
-
-def newest_policy(run: Path) -> Path:
-    """Find the export of a run that has finished, or its newest checkpoint. Raises ConfigError."""
-    exported, saved = run / "hf", step_folders(run / "checkpoints")
-    if exported.is_dir() and (state_of(run)["state"] == "finished" or not saved):
-        return exported
-    if not saved:
-        raise ConfigError(f"{run} has neither an export nor a checkpoint yet (checkpoint.every)")
-    return saved[-1]
+        policies = [run / "hf", *step_folders(run / "checkpoints")]
+        if not policies[-1].is_dir():
+            raise ConfigError(f"{run} has neither an export nor a checkpoint yet (checkpoint.every)")
+        names, target = names or [str(run / "config.yaml")], str(policies[-1])
+    return config.with_value(config.load(names or "eval/default.yaml", overrides), "model.path", target)
 
 
 def talk(conversation: Conversation) -> None:
@@ -166,21 +114,16 @@ def talk(conversation: Conversation) -> None:
         if line == "/quit":
             return
         try:
-            for piece in conversation.say(line) if line else ():
-                print(piece, end="", flush=True)
+            print(conversation.say(line) if line else "")
         except ConfigError as error:
-            print(f"error: {error}", end="")
+            print(f"error: {error}")
         except KeyboardInterrupt:
-            print(" [ended]", end="")
-        print()
+            print(" [ended]")
 
 
 def main() -> int:
-    return exit_status(partial(run_command, commands.of_chat(__doc__)), lambda: "ask again")
-
-
-def run_command(args: argparse.Namespace) -> None:
-    talk(Conversation(open_config(args.target, args.config, args.set)))
+    args = commands.of_chat(__doc__)
+    return exit_status(lambda: talk(Conversation(open_config(args.target, args.config, args.set))))
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@
 
 The policy is the checkpoint before the step; before step 1 it is the initial policy. The prompts come from
 decisions.jsonl, and their completions are sampled again: tokens other than the logged ones are an error.
-Printed are the groups that were trained on: advantages, and which completions were kept, with probability and
-weight. Then the gradients before the policy moves: of the full batch, of the run's
-survivors, and of the survivors of the pruning given by --set. A random pruning is drawn again --draws times.
-Last, the step's own update is done again, and its gradient norm compared with the logged one. Nothing is
-written into the run folder.
+Printed are the gradients before the policy moves: of the full batch, of the run's survivors, and of the
+survivors of the pruning given by --set. A random pruning is drawn again --draws times. Last, the step's own
+update is done again, and its gradient norm compared with the logged one. Nothing is written into the run
+folder.
 
 Dimension key:  N groups,  G completions per group,  P weights of this rank.
 """
@@ -19,19 +18,17 @@ if __name__ == "__main__":  # before the imports that take seconds
     commands.of_replay(__doc__)
 
 import json
-import math
-import shutil
 import sys
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,37 +40,32 @@ from infra.checkpoint import replayable_steps
 from infra.copies import COPIES
 from infra.device import find_device
 from infra.dist import say
-from infra.lines import blame_file, read_log, read_metrics
-from infra.runfolder import SOFT_VALUES
+from infra.lines import read_log, read_metrics
 from infra.signals import exit_status
 from learner import Learner
 from metrics import Clock, list_decisions
-from records import Batch, Metrics, PromptDraw, Rolled, frozen, lengths
+from records import Batch, Rolled, lengths
 from settings import kinds, leaves
 from train import Parts, Run, prepare
 from update import add_gradients, minibatch, prepare_rows, update
 
 # --set may change the settings with these beginnings.
 MAY_CHANGE = ("prune.completions.", "prune.tokens.", "prune.truncated", "loss.denominator")
+Arms = dict[str, tuple[Config, Batch]]  # prunings: the step's settings, and its batch by its own draw
 
 
 # ---- the step again
 
 def step_config(folder: Path, step: int, changes: list[str]) -> Config:
     """Read the config that a step ran with, and change it."""
-    path, until = folder / "config.yaml", math.inf
-    for earlier in folder.glob("config_until_*[0-9].yaml"):
-        last = int(earlier.stem.rpartition("_")[2])
-        if step <= last < until:
-            path, until = earlier, last
-    if not path.is_file():
-        raise ConfigError(f"{folder} is not a run folder: it has no config.yaml")
-    changes = list(changes)
+    path = folder / "config.yaml"
+    for earlier in sorted(folder.glob("config_until_*[0-9].yaml"), reverse=True):
+        if step <= int(earlier.stem.rpartition("_")[2]):
+            path = earlier
     # The user's own files may have changed since the run began: read the copies made then.
-    for setting, name in COPIES.items():
-        if (folder / name).is_file():
-            changes.append(f"{setting}={json.dumps(str(folder / name))}")
-    cfg = config.load(path, changes)
+    copies = [f"{setting}={json.dumps(str(folder / name))}"
+              for setting, name in COPIES.items() if (folder / name).is_file()]
+    cfg = config.load(path, [*changes, *copies])
     return config.with_value(cfg, "log.to", None) if "trackers" in leaves.chosen(cfg) else cfg
 
 
@@ -91,68 +83,54 @@ def read_step(folder: Path, step: int) -> tuple[dict, dict]:
     decided = {line["step"]: line for line in read_log(folder / "decisions.jsonl")}
     if step not in decided:
         raise ConfigError(f"--step {step}: {folder} has done {max(decided, default=0)} steps")
-    if "rounds" not in decided[step]:
-        raise ConfigError(f"{folder} is of a version that did not hash its tokens, and cannot be replayed")
     able = replayable_steps(folder, max(decided))
     if step not in able:
         raise ConfigError(
             f"--step {step} needs the policy before it, checkpoints/step_{step - 1:06d}, which {folder} does "
             f"not have; it can replay {', '.join(map(str, able))}; a run keeps every step's with "
             "checkpoint.every=1 and checkpoint.keep=all")
-    measured = [line for line in read_metrics(folder / "metrics.jsonl") if "time/step" in line]
-    return decided[step], next(line for line in measured if line["step"] == step)
+    logged, = (line for line in read_metrics(folder / "metrics.jsonl")
+               if line["step"] == step and "time/step" in line)
+    return decided[step], logged
 
 
 @contextmanager
 def run_before(folder: Path, step: int, cfg: Config) -> Iterator[Run]:
     """Load a run as it was before a step, in a temporary folder: resume it there, or begin it again."""
-    there = dist.on_first(lambda: Path(mkdtemp(prefix="replay_")))
-    cfg = replace(cfg, out=str(there))
-    try:
-        if dist.rank() == 0:
-            link_run(folder, there, cfg, step)
-        dist.barrier()
+    with TemporaryDirectory(prefix="replay_") as there:
+        cfg = dist.on_first(link_run, folder, step, replace(cfg, out=there))
         run = prepare(cfg, "always" if step > 1 else "never")
         dist.barrier()  # every rank has read its files
         yield run
         run.log.unlock()
-    finally:
-        if dist.rank() == 0:
-            shutil.rmtree(there)
 
 
-def link_run(folder: Path, there: Path, cfg: Config, step: int) -> None:
-    """Copy a run's small files into a new folder, and link the checkpoint before a step."""
+def link_run(folder: Path, step: int, cfg: Config) -> Config:
+    """Fill the folder of a config with links to a run's small files and to the checkpoint before a step."""
+    there, names = Path(cfg.out), {*COPIES.values(), runfolder.SOFT_VALUES}
     (there / "config.yaml").write_text(config.dump(cfg))
-    files = [folder / name for name in (*COPIES.values(), SOFT_VALUES)]
+    (there / "checkpoints").mkdir()
     if step > 1:
-        files = [*files[:-1], *runfolder.RunLog(folder).logs()]
-    for path in filter(Path.is_file, files):  # each is replaced before it is written
-        (there / path.name).symlink_to(path.resolve())
-    if step > 1:
-        before = folder / "checkpoints" / f"step_{step - 1:06d}"
-        (there / "checkpoints").mkdir()
-        (there / "checkpoints" / before.name).symlink_to(before.resolve())
-
-
-def find_draws(parts: Parts, line: dict) -> list[PromptDraw]:
-    """Return the prompts that a line of decisions.jsonl names, as they were drawn."""
-    try:
-        return parts.history.recall(line["prompts"])
-    except KeyError as unknown:
-        raise ConfigError(f"data.train={parts.cfg.data.train} is not what it was: there is no "
-                          f"{unknown.args[0]}") from None
+        names |= {*runfolder.LOGS, *(path.name for path in runfolder.evaluations(folder).values())}
+        names.add(f"checkpoints/step_{step - 1:06d}")
+    for name in names:  # each is replaced before it is written
+        if (folder / name).exists():
+            (there / name).symlink_to((folder / name).resolve())
+    return cfg
 
 
 def roll_again(parts: Parts, line: dict) -> Rolled:
     """Sample and score the groups of a line of decisions.jsonl, in the rounds that they came in."""
     parts = leaves.through("begin", parts.cfg, parts)
-    draws = find_draws(parts, line)
+    try:
+        draws = parts.history.recall(line["prompts"])
+    except KeyError as unknown:
+        raise ConfigError(f"data.train={parts.cfg.data.train} is not what it was: there is no "
+                          f"{unknown.args[0]}") from None
     kept = list(accumulate(draw.kept for draw in draws))
     rolled = Rolled()
     for total in accumulate(line["rounds"]):
-        first = len(rolled.draws)
-        offered = draws[first:bisect_right(kept, total)]
+        offered = draws[len(rolled.draws):bisect_right(kept, total)]
         groups = parts.sampler.rollout(offered)
         rewards = parts.sampler.score(groups)
         adv_NG = parts.advantage(groups, rewards, parts.cfg.advantage)
@@ -172,11 +150,11 @@ def require_same_step(line: dict, rolled: Rolled, batch: Batch, engine: str) -> 
             f"device, libraries or code are not those of the run, or rollout.engine={engine} does not sample "
             "the same twice, which only the embedded engine promises")
     for old, new in pairs:
-        weights, again = (torch.tensor(prompt.get("completion_weight", [])) for prompt in (old, new))
-        same = weights.shape == again.shape and torch.allclose(weights, again)
-        if not same or old.get("completion_tokens") != new.get("completion_tokens"):
-            raise ConfigError(f"the completions of {old['id']} have the tokens that decisions.jsonl says, "
-                              "but other weights: the code, or what the reward calls, has changed since")
+        for key in ("completion_weight", "completion_tokens"):
+            if not np.allclose(old.get(key, 0), new.get(key, 0)):
+                raise ConfigError(
+                    f"the completions of {old['id']} have the tokens that decisions.jsonl says, but other "
+                    "weights: the code, or what the reward calls, has changed since")
 
 
 # ---- gradients
@@ -186,153 +164,56 @@ def gradient(learner: Learner, batch: Batch) -> Tensor:
     weighed = minibatch(learner, batch, list(range(batch.offered)))
     prepared = prepare_rows(learner, learner.rows(weighed), extra_pass=False)
     add_gradients(learner, weighed, prepared, unmoved=True)
-    parts = []
-    for p in learner.policy.parameters():
-        if p.requires_grad:
-            part = torch.zeros_like(p) if p.grad is None else p.grad
-            parts.append(dist.local_shard(part).flatten().cpu())
+    trained = [p for p in learner.policy.parameters() if p.requires_grad]
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
     learner.policy.zero_grad()
-    return torch.cat(parts)
+    return torch.cat([dist.local_shard(part).flatten().cpu() for part in gradients])
 
 
 def compare_gradients(own_P: Tensor, full_P: Tensor) -> Tensor:
     """Compute a gradient's norm, its cosine with the full batch's gradient, and its squared error over the
     full batch's squared norm, [3]."""
-    sums_4 = torch.zeros(4, dtype=torch.float64)
-    for own, full in zip(own_P.split(2**20), full_P.split(2**20), strict=True):
-        own, full = own.double(), full.double()
-        missing = own - full
-        sums_4 += torch.stack([own @ own, full @ full, own @ full, missing @ missing])
-    square, whole, common, error = torch.stack(dist.gather([sums_4])).sum(dim=0)
-    cosine = common / (square * whole).sqrt()
-    return torch.stack([square.sqrt(), cosine, error / whole])
-
-
-# ---- prunings side by side
-
-@frozen
-class Arm:
-    """A pruning, and its result for the step."""
-
-    name: str
-    learner: Learner      # with its loss.denominator
-    selection: Selection
-    batch: Batch          # by the step's own draw
-
-    @staticmethod
-    def of(name: str, run: Run, cfg: Config, rolled: Rolled, seed: int) -> "Arm":
-        learner = replace(run.parts.learner, loss=cfg.loss)
-        selection = Selection.of(cfg)
-        return Arm(name, learner, selection, choose(rolled, selection, seed))
+    products = (own_P * own_P, full_P * full_P, own_P * full_P, (own_P - full_P).square())
+    sums_4 = torch.stack([product.sum(dtype=torch.float64) for product in products])
+    square, whole, common, error = sum(dist.gather([sums_4]))
+    return torch.stack([square.sqrt(), common / (square * whole).sqrt(), error / whole])
 
 
 # ---- printing
 
-def print_gradients(arms: list[Arm], rolled: Rolled, draws: int) -> None:
+def print_gradients(learner: Learner, rolled: Rolled, arms: Arms, draws: int) -> None:
     """Print how the gradients of prunings compare with the gradient of the first, which keeps everything."""
     say(f"\n{'gradient':<22}{'kept':>8}{'tokens':>10}{'norm':>12}{'cosine':>9}{'squared error':>15}")
-    gradients = [gradient(arm.learner, arm.batch) for arm in arms]
-    full_P = gradients[0]
-    for arm, own_P in zip(arms, gradients, strict=True):
-        print_gradient(arm.name, [arm.batch], [compare_gradients(own_P, full_P)])
-        drawn = draw_again(arm, rolled, draws)
-        if drawn:
-            figures = [compare_gradients(gradient(arm.learner, batch), full_P) for batch in drawn]
-            print_gradient(f"  mean of {draws} draws", drawn, figures)
+    full_P = None
+    for name, (cfg, own) in arms.items():
+        learner = replace(learner, loss=cfg.loss)
+        full_P = gradient(learner, own) if full_P is None else full_P
+        print_gradient(name, learner, [own], full_P)
+        seeds = [dist.seed_for(own.seed, i, "draw") for i in range(draws)]
+        drawn = [choose(rolled, Selection.of(cfg), seed) for seed in seeds]
+        weight_NG = own.pruned.weight_NG
+        if draws and (own.tokens or not all(weight_NG.equal(batch.pruned.weight_NG) for batch in drawn)):
+            print_gradient(f"  mean of {draws} draws", learner, drawn, full_P)
 
 
-def draw_again(arm: Arm, rolled: Rolled, draws: int) -> list[Batch]:
-    """Draw a pruning so often; none if nothing is left to chance."""
-    weight_NG = arm.batch.pruned.weight_NG
-    drawn = []
-    differs = bool(arm.batch.tokens)
-    for i in range(draws):
-        batch = choose(rolled, arm.selection, dist.seed_for(arm.batch.seed, i, "draw"))
-        differs |= not batch.pruned.weight_NG.equal(weight_NG)
-        drawn.append(batch)
-    return drawn if differs else []
-
-
-def print_gradient(name: str, batches: list[Batch], figures: list[Tensor]) -> None:
-    """Print the means over batches of survivors, tokens and `compare_gradients`."""
-    counts = [count_kept(batch) for batch in batches]
-    kept, tokens = torch.tensor(counts, dtype=torch.float64).mean(dim=0)
-    norm, cosine, error = torch.stack(figures).mean(dim=0)
+def print_gradient(name: str, learner: Learner, batches: list[Batch], full_P: Tensor) -> None:
+    """Print the means over batches of survivors, of their tokens with a gradient, and of
+    `compare_gradients`."""
+    rows = []
+    for batch in batches:
+        length_NG = lengths(batch.groups, batch.trained_NG.shape[1])
+        if batch.tokens:  # up to their cuts
+            length_NG = torch.tensor([list(map(len, weights)) for weights in batch.tokens])
+        counts = torch.stack([batch.pruned.keep_NG.sum(), (batch.trained_NG * length_NG).sum()])
+        rows.append(torch.cat([counts, compare_gradients(gradient(learner, batch), full_P)]))
+    kept, tokens, norm, cosine, error = torch.stack(rows).mean(dim=0)
     say(f"{name:<22}{kept:>8g}{tokens:>10g}{norm:>12.5g}{cosine:>9.4f}{error:>15.4f}")
-
-
-def count_kept(batch: Batch) -> tuple[int, int]:
-    """Count the survivors, and their tokens with a gradient, up to their cuts."""
-    trained_NG = batch.trained_NG
-    length_NG = lengths(batch.groups, trained_NG.shape[1])
-    if batch.tokens:
-        length_NG = torch.tensor([list(map(len, weights)) for weights in batch.tokens])
-    return int(batch.pruned.keep_NG.sum()), int((trained_NG * length_NG).sum())
-
-
-def describe_pruning(cfg: Config) -> str:
-    """Name a pruning by its settings."""
-    sections = [cfg.prune.completions]
-    if cfg.prune.tokens.kind != "none":
-        sections.append(cfg.prune.tokens)
-    words = []
-    for section in sections:
-        settings = asdict(section)
-        words.append(settings.pop("kind"))
-        words += [f"{key}={value}" for key, value in settings.items()]
-    truncated = ", truncated" if cfg.prune.truncated else ""
-    return f"{' '.join(words)}, loss.denominator={cfg.loss.denominator}{truncated}"
-
-
-def print_groups(arms: list[Arm], rolled: Rolled) -> None:
-    """Print the fate of each completion under each pruning."""
-    count = len(arms[0].batch.groups)
-    say(f"{len(rolled.draws)} prompts offered, {len(rolled.groups)} rolled out, {count} trained on; under "
-        "each pruning the probability to be kept, and the weight of what was")
-    say(f"{'reward':>8}{'advantage':>11}" + "".join(f"{arm.name:>13}{'weight':>8}" for arm in arms))
-    for n in range(count):
-        print_group(arms, n)
-
-
-def print_group(arms: list[Arm], n: int) -> None:
-    """Print a group: one line for all completions of the same outcome."""
-    batch = arms[0].batch
-    draw, samples = batch.draws[n], batch.groups[n].samples
-    drawn = ""
-    if draw.prob < 1:
-        drawn = f", rolled out with probability {draw.prob:.3g} at weight {draw.weight:.3g}"
-    say(f"{draw.prompt.id}, epoch {draw.epoch}{drawn}")
-    alike = defaultdict(list)
-    for g in range(len(samples)):
-        outcome = f"{batch.reward_NG[n, g]:>8.3g}{batch.adv_NG[n, g]:>11.3f}"
-        for arm in arms:
-            pruned = arm.batch.pruned
-            weight = f"{pruned.weight_NG[n, g]:.3g}"
-            outcome += f"{pruned.prob_NG[n, g]:>13.3g}{weight if weight != '0' else '-':>8}"
-        alike[outcome].append(g)
-    for outcome, places in alike.items():
-        counts = [samples[g].length for g in places]
-        tokens = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else f"{counts[0]}"
-        say(f"{outcome}   {tokens + ' tokens:':<17} {' '.join(map(str, places))}")
-
-
-def print_agreement(again: Metrics, logged: Metrics) -> None:
-    """Print how far the gradient of the step's own update is from the one that was logged."""
-    if "train/grad_norm" not in again:
-        say("\nthe policy does not learn in this step")
-        return
-    norm, before = again["train/grad_norm"], logged["train/grad_norm"]
-    how = "the same bit for bit"
-    if norm != before:
-        how = f"{abs(norm - before) / max(norm, before):.1e} of it apart"
-    say(f"\nnorm in the step's own update {norm!r}, logged {before!r}: {how}")
 
 
 def replay(folder: Path, step: int, changes: list[str], draws: int) -> None:
     """Do a step again and print it. Raises ConfigError."""
     line, logged = read_step(folder, step)
-    own = step_config(folder, step, [])
-    given = step_config(folder, step, changes)
+    own, given = step_config(folder, step, []), step_config(folder, step, changes)
     require_pruning_alone(own, given)
     everything = replace(own.prune, completions=kinds.KeepAll(), tokens=kinds.WholeCompletions())
     configs = {"full batch": replace(own, prune=everything), "the run's": own}
@@ -342,19 +223,23 @@ def replay(folder: Path, step: int, changes: list[str], draws: int) -> None:
     with run_before(folder, step, own) as run:
         rolled = roll_again(run.parts, line)
         run.parts.engine.sleep()
-        arms = [Arm.of(name, run, cfg, rolled, line["seed"]) for name, cfg in configs.items()]
-        batch = arms[1].batch
+        arms = {name: (cfg, choose(rolled, Selection.of(cfg), line["seed"])) for name, cfg in configs.items()}
+        _, batch = arms["the run's"]
         require_same_step(line, rolled, batch, run.parts.cfg.rollout.engine)
-        with blame_file(folder / "env.json"):
-            ran_on = json.loads((folder / "env.json").read_text())["ranks"]
-        say(f"step {step} of {folder}, again on {dist.world_size()} and first on {ran_on} ranks: tokens and "
-            "weights are those that were logged")
+        say(f"step {step} of {folder} again on {dist.world_size()} ranks: tokens and weights are those that "
+            f"were logged; {len(rolled.draws)} prompts offered, {len(batch.groups)} trained on")
         for name, cfg in configs.items():
-            say(f"{name:<11}{describe_pruning(cfg)}")
-        say("")
-        print_groups(arms[1:], rolled)
-        print_gradients(arms, rolled, draws)
-        print_agreement(update(run.parts.learner, batch, step - 1, Clock()), logged)
+            say(f"{name:<11}{cfg.prune.completions}, loss.denominator={cfg.loss.denominator}")
+        print_gradients(run.parts.learner, rolled, arms, draws)
+        again = update(run.parts.learner, batch, step - 1, Clock())
+    if "train/grad_norm" not in again:
+        say("\nthe policy does not learn in this step")
+        return
+    norm, before = again["train/grad_norm"], logged["train/grad_norm"]
+    how = "the same bit for bit"
+    if norm != before:
+        how = f"{abs(norm - before) / max(norm, before):.1e} of it apart"
+    say(f"\nnorm in the step's own update {norm!r}, logged {before!r}: {how}")
 
 
 def main() -> int:
