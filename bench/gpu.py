@@ -2,8 +2,8 @@
 
     python bench/gpu.py [--shapes 0.5B,1.5B] [--parts updates,step] [--out results.jsonl]
 
-Are the kernels right? Does the toy learn in bfloat16? How fast are updates, rollouts and whole steps of
-models of these shapes, with random weights, and does leaves/fit count right what they take? PARTS lists
+Are the kernels right? How fast are updates, rollouts and whole steps of models of these shapes, with random
+weights, and does leaves/fit count right what they take? PARTS lists
 the cheapest and most telling first, and gpu_parts.py does them; what needs vLLM where that is installed.
 
 Each part is a process with a limit of its own, so one that crashes, hangs or runs out of memory ends alone.
@@ -49,11 +49,8 @@ CHECK = "`train.py --check` on the toy in bfloat16"
 PARTS = {
     "machine": Part("", 60, by_shape=False),
     "kernels": Part("Kernels on a row in bfloat16, forward and backward: error relative to float32", 40),
-    "tests": Part("`pytest -m gpu`", 80, by_shape=False, needs="pytest"),
     "check": Part(f"{CHECK}, embedded engine", 40, by_shape=False),
-    "learning": Part("CPPO on the toy in bfloat16", 80, by_shape=False),
     "updates": Part("Updates on groups of 16 completions, AdamW included; GiB counted are preflight's", 130),
-    "profile": Part("A row, forward and backward, and the 20 kernels that take most of it", 40),
     "step": Part("A whole step, seconds by phase, embedded engine; MFU is that of the update", 90),
     "rollout": Part("Tokens sampled by the embedded engine, and its sync after a sleep", 50),
     "vllm_check": Part(f"{CHECK}, vLLM", 90, by_shape=False, needs="vllm"),

@@ -19,38 +19,33 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from unittest.mock import patch
-from xml.etree import ElementTree
 
 import torch
 from common import ROOT, append, cell, timed
 from shapes import PEAKS, ask, draw_weights, engine_spec, flop, pass_seconds, predict_sync, write_config
 from step import seconds_of, take_step, weights_of
 from torch import Tensor
-from torch.autograd import DeviceType
 
 import config
 import rollout_vllm
 import train
 from collect import Sampler
 from history import PromptHistory
-from infra import checks, dist, runfolder
+from infra import checks, dist
 from infra import device as hardware
 from infra.choices import resolve_auto
 from infra.weights import read_shape
 from learner import Learner, build_learner, load_sharded
 from leaves.fit import counts, memory
-from leaves.page import summary
 from metrics import Clock, memory_metrics, used_bytes
 from model import BACKENDS, ChunkedLogProb, Decoder, log_prob, logits_gradient
 from prune import keep_largest
 from records import Batch, Group, Prompt, Row, Sample
 from rollout import Engine, start_engine
-from update import add_gradient, minibatch, prepare_rows, update
+from update import minibatch, update
 
 HALF, GIB, G = torch.bfloat16, 2**30, 16
 TOLERANCE = 0.02  # relative, of a kernel's results and of a gradient's norm
-MISMATCH = 0.02   # nats: mismatch/logp_abs_mean of every step
-TOP = 20
 WHEELS = ("what only algebra can compare counts as wrong; pip install math-verify pebble, or the wheels of "
           "these, latex2sympy2_extended and antlr4-python3-runtime, all pure Python")
 
@@ -66,13 +61,12 @@ class Sizes:
     longest: int             # tokens of a completion of an update; the shortest has a quarter of them
     new: int                 # tokens sampled
     slots: tuple[int, ...]   # sequences sampled at once
-    steps: int               # of the toy
     times: int = 2           # that each thing is timed, behind once to warm up
 
 
-LARGE = Sizes(8192, 16_384, 16, 150, 360, 256, (8, 64, 256), 40)
+LARGE = Sizes(8192, 16_384, 16, 150, 360, 256, (8, 64, 256))
 BELOW_100_GB = replace(LARGE, capacity=8192, groups=8)
-OF_CPU = Sizes(256, 512, 2, 20, 24, 8, (4, 16, 32), 12)
+OF_CPU = Sizes(256, 512, 2, 20, 24, 8, (4, 16, 32))
 # Completions kept of each group, model.checkpoint_blocks, model.compile, model.lora.rank
 UPDATES = [(keep, "none", False, None) for keep in (16, 8, 4, 2, 1)]
 UPDATES += [(16, "selective", False, None), (16, "all", False, None)]
@@ -286,22 +280,6 @@ def compared(bench: Bench, kernel: Callable, exact: Callable, inputs: list[Tenso
             **failure({f"an error is not below {TOLERANCE}": not max(errors) < TOLERANCE})}
 
 
-def tests(bench: Bench) -> None:
-    """Run the tests that are marked gpu, here, where what is missing has its stand-in."""
-    import pytest
-
-    files = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if ".gpu\n" in path.read_text()]
-    report = bench.folder.with_name("report.xml")
-    status = pytest.main(["-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}", *files])
-    suite = ElementTree.parse(report).find("testsuite")
-    wrong = [case for case in suite.iter("testcase") if {"failure", "error"} & {found.tag for found in case}]
-    names = " ".join(f"{case.get('classname')}.{case.get('name')}" for case in wrong)
-    skipped = int(suite.get("skipped"))
-    passed = int(suite.get("tests")) - len(wrong) - skipped
-    bench.add("", outcome=f"{passed} passed, {len(wrong)} failed, {skipped} skipped",
-              **failure({names or f"pytest ended with status {status:d}": status != 0}))
-
-
 def check(bench: Bench, *changes: str) -> None:
     """Try all that a run needs, as train.py --check does."""
     cfg = config.load("cppo_toy.yaml", ["model.dtype=bfloat16", f"rollout.engine={bench.engine}",
@@ -334,25 +312,6 @@ def custom_all_reduce(bench: Bench) -> None:
 
     with patch.object(rollout_vllm, "engine_options", options):
         tensor_parallel(bench)
-
-
-def learning(bench: Bench) -> None:
-    """Train the toy by CPPO. It must learn, and the engine's log-probs must stay the trainer's."""
-    out, steps = bench.folder.with_name("run"), bench.sizes.steps
-    dtype = "bfloat16" if bench.cuda else "float32"
-    train.train(config.load("cppo_toy.yaml", [f"out={out}", f"steps={steps}", "rollout.engine=torch",
-                                              f"model.dtype={dtype}", "checkpoint.every=0"]))
-    lines = runfolder.read_log(out / "metrics.jsonl")
-    evals = [line for line in lines if summary.is_evaluation(line)]
-    low, high = evals[-1]["eval/test/low"], evals[0]["eval/test/high"]
-    mismatch = max(line["mismatch/logp_abs_mean"] for line in lines if "mismatch/logp_abs_mean" in line)
-    seconds = summary.phase_seconds(lines)
-    reasons = {"intervals before and after meet": low <= high,
-               f"the mismatch is not below {MISMATCH}": not mismatch < MISMATCH}
-    bench.add(f"{steps} steps", **{"at most before": high, "at least after": low,
-                                   "largest mismatch/logp_abs_mean": mismatch, "step s": seconds["step"],
-                                   "rollout s": seconds["rollout"], "update s": seconds["update"]},
-              **failure(reasons))
 
 
 def updates(bench: Bench) -> None:
@@ -404,30 +363,6 @@ def one_update(bench: Bench, cfg: config.Config, keep: int) -> dict:
 
 def rows_of(learner: Learner, batch: Batch) -> list[Row]:
     return learner.rows(minibatch(learner, batch, batch.places))
-
-
-def profile(bench: Bench) -> None:
-    """Time a full row, and list the kernels that take most of it; on the CPU, operations."""
-    learner, batch = bench.learner(bench.settings()), random_batch(bench, G)
-    row = rows_of(learner, batch)[0]
-    work = partial(add_gradient, learner, prepare_rows(learner, [row], extra_pass=False)[0], unmoved=True)
-    _, *seconds = repeated(work, 1 + bench.sizes.times)
-    with torch.profiler.profile() as profiled:
-        repeated(work, 1)
-    field = "self_device_time_total" if bench.cuda else "self_cpu_time_total"
-    wanted = DeviceType.CUDA if bench.cuda else DeviceType.CPU
-    milliseconds, calls = {}, {}
-    for event in profiled.key_averages():
-        if event.device_type == wanted and not event.is_user_annotation:
-            milliseconds[event.key] = getattr(event, field) / 1000
-            calls[event.key] = event.count
-    whole = sum(milliseconds.values())
-    bench.add(f"row of {len(row.ids_T):,} tokens", ms=1000 * median(seconds), calls=sum(calls.values()),
-              **bench.speed(flop(learner.policy, [row.segments], len(row.target_C)), median(seconds)))
-    bench.add("all kernels", ms=whole, share=1.0)
-    for key in sorted(milliseconds, key=milliseconds.get, reverse=True)[:TOP]:
-        name = key.removeprefix("void ").replace("at::native::", "")[:100]
-        bench.add(f"`{name}`", ms=milliseconds[key], share=milliseconds[key] / whole, calls=calls[key])
 
 
 def step(bench: Bench) -> None:
@@ -505,5 +440,4 @@ def sync_seconds(bench: Bench, engine: Engine, policy: Decoder) -> dict[str, lis
 
 
 FUNCTIONS = {part.__name__: part for part in (
-    machine, kernels, tests, check, ranks, tensor_parallel, custom_all_reduce, learning, updates, profile,
-    step, rollout)}
+    machine, kernels, check, ranks, tensor_parallel, custom_all_reduce, updates, step, rollout)}

@@ -11,7 +11,6 @@ Regimes:
     fixed    toy/model, every completion has 64 tokens
     natural  toy/model as it is
     flat     as fixed, and all rewards are equal in half of the groups
-    10M      a random model of that size, every completion has 64 tokens
 
 Both have each completion graded by Winnow's verifier and then train on the same random rewards; the learning
 rate is 1e-12, so that no length drifts. `generate` lasts until the tokens are there; `score` is rewards;
@@ -22,9 +21,7 @@ padding included.
 
 import gc
 import importlib.metadata
-import json
 import os
-import shutil
 import tempfile
 import threading
 from dataclasses import dataclass
@@ -36,9 +33,7 @@ if __name__ == "__main__":  # before torch and transformers are imported, which 
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
                    "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
 
-import torch
 from common import ROOT, listed, parser, print_json, show
-from shapes import SHAPES, random_model
 from step import drawn_rewards, prepare, take_step
 from tqdm import tqdm
 
@@ -47,7 +42,6 @@ import data
 import train
 from history import PromptHistory
 from infra import dist
-from infra.export import export
 from records import Problem
 from reward import score
 from verify.grade import grade
@@ -58,10 +52,8 @@ ARMS = {
     "grpo": ("Winnow GRPO 16/16", "grpo_toy.yaml", []),
     "cppo4": ("Winnow CPPO 4/16", "cppo_toy.yaml", ["prune.completions.keep=4"]),
     "cppo2": ("Winnow CPPO 2/16", "cppo_toy.yaml", ["prune.completions.keep=2"]),
-    "pps4": ("Winnow PPS 4/16", "grpo_toy.yaml",
-             ["prune.completions={kind: pps, keep: 4, scope: batch, by_cost: true}"]),
 }
-REGIMES = ["fixed", "natural", "flat", "10M"]
+REGIMES = ["fixed", "natural", "flat"]
 RESERVATIONS = """Three reservations:
 1. TRL generates by transformers here, 2 fifths of its step; its users put vLLM in its place.
 2. Rewards are random, so no group is flat but in the regime flat. Winnow trains on no group of equal rewards.
@@ -230,23 +222,7 @@ class Peer:
 # ---- the regimes
 
 def regime(name: str, temporary: Path) -> Regime:
-    """Make what a regime needs. Fewer prompts for the larger model: its steps are ten times as long."""
-    if name == "10M":
-        return Regime(name, random_10m(temporary / "10M"), 4, True, 0, temporary)
     return Regime(name, ROOT / "toy" / "model", 16, name != "natural", 8 if name == "flat" else 0, temporary)
-
-
-def random_10m(folder: Path) -> Path:
-    """Write a random model of the shape 10M of shapes.py with the toy's tokenizer and vocabulary."""
-    source = folder.with_name("10M-config")
-    shutil.copytree(ROOT / "toy" / "model", source, ignore=shutil.ignore_patterns("*.safetensors"))
-    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-            "num_key_value_heads")
-    settings = json.loads((source / "config.json").read_text())
-    settings |= dict(zip(keys, SHAPES["10M"], strict=False))
-    (source / "config.json").write_text(json.dumps(settings))
-    export(random_model(source, torch.float32, torch.device("cpu")), source, folder)
-    return folder
 
 
 def compare(chosen: Regime, arms: list[str], rounds: int) -> list[dict]:

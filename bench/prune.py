@@ -3,18 +3,12 @@
     python bench/prune.py [--task hard]
 
 GRPO trains the toy for 3 steps and for 8, or the hard toy task for 20 and for 120 (docs/experiments.md has
-that testbed), or SmolLM2 for 10 (`--task real`, after `make real`); then rollouts of 16 x 16 completions are
-taken. Every completion's share of the full-batch gradient comes from the training step's own loss, and from
-their inner products the error of any weighting is exact: |sum_i (w_i - 1) g_i|^2, here over |sum_i g_i|^2
-(gradients of more than 4M numbers are folded first, which keeps it to a thousandth). It is averaged over 40
-draws of the masks at each of 15 or 16 settings of a pruner, and between the settings interpolated (in
-logarithms) at five shares of kept tokens. The interval is 95% over the rollouts. An error above 1 is worse
-than no step.
-
-Cuts of NAT are drawn for each completion by itself, so they add sum_i w_i^2 V_i, and V_i over all cuts is
-exact too: sum_t (1 / P_t - 1 / P_(t - 1)) |gradient of the tokens from t on|^2, P_t the chance that token t
-is kept. It is measured on every sixteenth completion. Prompts are pruned by another rollout of theirs under
-the same policy, so what they are pruned by is never out of date here.
+that testbed); then 20 rollouts of 16 x 16 completions are taken. Every completion's share of the full-batch
+gradient comes from the training step's own loss, and from their inner products the error of any weighting is
+exact: |sum_i (w_i - 1) g_i|^2, here over |sum_i g_i|^2. It is averaged over 40 draws of the masks at each of
+15 or 16 settings of a pruner, and between the settings interpolated (in logarithms) at five shares of kept
+tokens. The interval is 95% over the rollouts. An error above 1 is worse than no step. Prompts are pruned by
+another rollout of theirs under the same policy, so what they are pruned by is never out of date here.
 """
 
 import math
@@ -45,25 +39,19 @@ from prune import (
     Candidates,
     Memory,
     gradient_size,
-    max_variance,
     pps,
-    prefix_prob,
-    rewards_of_kept,
     similar_order,
 )
 from records import Batch, Group, PromptDraw, Pruned, Rewards
 from settings import kinds
-from settings.kinds import Completions, Pps, Prompts, TopK
+from settings.kinds import Completions, Prompts, TopK
 from update import add_gradient, minibatch, prepare_rows
 from verify.statistics import half_width
 
-# task -> its config, after how many steps it is looked at, and how many rollouts are taken
-TASKS = {"toy": ("grpo_toy.yaml", {"early": 3, "late": 8}, 20),
-         "hard": ("grpo_hard.yaml", {"early": 20, "late": 120}, 20),
-         "real": ("experiments/smollm2.yaml", {"after 10": 10}, 5)}
-DRAWS, BUDGETS = 40, (0.75, 0.5, 0.25, 0.125, 0.0625)
-SPARSE = 16      # every so many-th completion's tokens are measured
-SKETCH = 2**22   # numbers that a longer gradient is folded to
+# task -> its config, and after how many steps it is looked at
+TASKS = {"toy": ("grpo_toy.yaml", {"early": 3, "late": 8}),
+         "hard": ("grpo_hard.yaml", {"early": 20, "late": 120})}
+ROLLOUTS, DRAWS, BUDGETS = 20, 40, (0.75, 0.5, 0.25, 0.125, 0.0625)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +62,6 @@ class Scene:
     rewards: Rewards
     last_N: Tensor          # mean |A| of another rollout of each prompt
     product: Tensor         # between the completions' terms of the full gradient, [NG, NG]
-    suffix: dict[int, Tensor]  # of every SPARSE-th completion: |gradient of the tokens from t on|^2, [L]
 
 
 # (scene, seed, k) -> weights [N, G] of one draw, relative to the full batch's
@@ -145,15 +132,6 @@ def by_prompt(settings_of: Callable[[int], Prompts]) -> Draw:
     return draw
 
 
-def compared_anew(scene: Scene, seed: int, k: int) -> Tensor:
-    """PODS: the weight of a term is the ratio of its advantage among the kept to that among all."""
-    keep_NG = max_variance(scene.candidates.reward_NG, k)
-    groups = list(range(len(keep_NG)))
-    own_NG = advantage(rewards_of_kept(scene.rewards, groups, keep_NG), kinds.GroupNorm())
-    ratio_NG = (own_NG / scene.candidates.adv_NG).nan_to_num(nan=1.0)  # 0 / 0 in a flat group
-    return torch.where(keep_NG, ratio_NG, 0.0)
-
-
 def kept_mean(draw: Draw) -> Draw:
     """Divide by the completions kept instead of by all, as loss.denominator=kept."""
     def scaled(scene: Scene, seed: int, k: int) -> Tensor:
@@ -163,46 +141,29 @@ def kept_mean(draw: Draw) -> Draw:
     return scaled
 
 
-BY_COST = by_size(surprise)  # as Pps(keep=k, scope="batch", by_cost=True) draws
 ARMS = {
     "topk, group, kept mean": kept_mean(arm(lambda k: TopK(keep=k))),
-    "topk, batch, kept mean": kept_mean(arm(lambda k: TopK(keep=k, scope="batch"))),
     "topk, batch, full batch": arm(lambda k: TopK(keep=k, scope="batch")),
-    "pods, kept mean": kept_mean(compared_anew),
-    "pods |A| of all, kept mean": kept_mean(arm(lambda k: kinds.Pods(keep=k))),
-    "variance share, kept mean": kept_mean(arm(lambda k: kinds.VarianceShare(share=k / 16))),
     "random, batch": by_size(lambda scene: scene.candidates.len_NG.sqrt(), "shuffled"),
-    "bernoulli": arm(lambda k: kinds.Bernoulli(drop_prob=k / 16)),
     "pps |A|, shuffled": by_size(lambda scene: scene.candidates.adv_NG.abs(), "shuffled"),
     "pps norm, shuffled": by_size(norm, "shuffled"),
-    "pps norm": by_size(norm),
     "pps surprise, shuffled": by_size(surprise, "shuffled"),
-    "pps surprise": BY_COST,
-    "pps surprise, not by cost": arm(lambda k: Pps(keep=k, scope="batch")),
-    "pps surprise, group": arm(lambda k: Pps(keep=k, by_cost=True)),
+    "pps surprise": by_size(surprise),  # as Pps(keep=k, scope="batch", by_cost=True) draws
     "pps oracle, shuffled": by_size(oracle, "shuffled"),
     "pps oracle": by_size(oracle),
-    "pps surprise, cuts, whole 1/2": BY_COST,
-    "cuts alone": lambda scene, seed, k: torch.ones_like(scene.candidates.adv_NG),
-    "prompts, bernoulli": by_prompt(lambda k: kinds.BernoulliPrompts(drop_prob=k / 16)),
     "prompts, pps": by_prompt(lambda k: kinds.ProportionalPrompts(share=k / 16)),
 }
-# arm -> prune.tokens.whole by k
-WHOLE = {"pps surprise, cuts, whole 1/2": lambda k: 0.5, "cuts alone": lambda k: k / 16}
-CERTAIN = ("topk", "pods", "variance")  # nothing is left to chance
 FEWEST = 0.5  # of 16 that arms of one draw for the whole step keep at least; others keep 1
 
 
-def gradient_from(start: int, learner: Learner, groups: list[Group], adv_NG: Tensor, member: tuple[int, int],
-                  ) -> Tensor:
-    """Compute one completion's term of the full-batch gradient, of its tokens from `start` on, [P]."""
+def gradient_of(learner: Learner, groups: list[Group], adv_NG: Tensor, member: tuple[int, int]) -> Tensor:
+    """Compute one completion's term of the full-batch gradient, [P]."""
     N = len(groups)
     only_NG = torch.zeros_like(adv_NG, dtype=torch.bool)
     only_NG[member] = True
     pruned = Pruned(only_NG, only_NG.to(adv_NG), torch.ones_like(adv_NG))
     single = Batch([], groups, adv_NG, adv_NG > 0, adv_NG, pruned, list(range(N)), N, seed=0)
     for row in learner.rows(minibatch(learner, single, list(range(N)))):
-        row.weight_C[:start] = 0.0
         add_gradient(learner, prepare_rows(learner, [row], extra_pass=False)[0], unmoved=True)
     gradient = torch.cat([dist.gather_full(p.grad).flatten() for p in learner.policy.parameters()])
     learner.policy.zero_grad()
@@ -211,65 +172,23 @@ def gradient_from(start: int, learner: Learner, groups: list[Group], adv_NG: Ten
 
 def inner_products(learner: Learner, groups: list[Group], adv_NG: Tensor) -> Tensor:
     """Compute the inner products of the completions' terms of the full-batch gradient, [NG, NG]."""
-    terms, G = [], adv_NG.shape[1]
+    G = adv_NG.shape[1]
     place_K = adv_NG.flatten().nonzero()[:, 0]
-    for place in place_K.tolist():
-        terms.append(fold(gradient_from(0, learner, groups, adv_NG, divmod(place, G))))
+    terms = [gradient_of(learner, groups, adv_NG, divmod(place, G)) for place in place_K.tolist()]
     product = torch.zeros(adv_NG.numel(), adv_NG.numel(), dtype=torch.float64)
     columns = torch.stack(terms).split(2**16, dim=1)
     product[place_K[:, None], place_K] = sum((x @ x.T).double() for x in columns)
     return product
 
 
-def fold(gradient: Tensor) -> Tensor:
-    """Add up the parts of a long gradient with random signs, the same for all: a sketch that keeps each inner
-    product in the mean, with a deviation of about the product of both norms over sqrt(SKETCH)."""
-    if len(gradient) <= SKETCH:
-        return gradient
-    generator = torch.Generator().manual_seed(0)
-    total = torch.zeros(SKETCH)
-    for part in gradient.split(SKETCH):
-        sign = torch.randint(2, part.shape, generator=generator) * 2 - 1
-        total[:len(part)] += sign * part
-    return total
-
-
-def suffix_norms(learner: Learner, groups: list[Group], adv_NG: Tensor) -> dict[int, Tensor]:
-    """Measure |gradient of the tokens from t on|^2 of every SPARSE-th completion's term, [L]."""
-    norms = {}
-    for i in range(0, adv_NG.numel(), SPARSE):
-        n, g = divmod(i, adv_NG.shape[1])
-        length = groups[n].samples[g].length
-        norms[i] = torch.zeros(length, dtype=torch.float64)
-        for t in range(length) if adv_NG[n, g] else ():
-            gradient = gradient_from(t, learner, groups, adv_NG, (n, g))
-            norms[i][t] = gradient.double().square().sum()
-    return norms
-
-
-def cut_errors(scene: Scene, whole: float) -> tuple[Tensor, Tensor]:
-    """Compute how many tokens of each completion are kept on average, and V_i: SPARSE times its value for
-    those that are measured."""
-    mean, variance = [], torch.zeros(scene.candidates.adv_NG.numel(), dtype=torch.float64)
-    for i, length in enumerate(scene.candidates.len_NG.flatten().tolist()):
-        prob_L = prefix_prob(length, whole, 1)
-        mean.append(prob_L.sum())
-        if i in scene.suffix:
-            rises_L = (1 / prob_L).diff(prepend=torch.ones(1, dtype=torch.float64))
-            variance[i] = SPARSE * (rises_L * scene.suffix[i]).sum()
-    return torch.stack(mean), variance
-
-
 def errors(name: str, scene: Scene, k: int) -> tuple[float, float]:
     """Average (share of the tokens kept, relative squared error) over draws of the masks."""
     lengths, product = scene.candidates.len_NG.flatten().double(), scene.product
-    tokens, variance = cut_errors(scene, WHOLE[name](k)) if name in WHOLE else (lengths, lengths * 0)
-    seeds = range(1 if name.startswith(CERTAIN) else DRAWS)
+    seeds = range(1 if name.startswith("topk") else DRAWS)  # topk leaves nothing to chance
     weight_DK = torch.stack([ARMS[name](scene, seed, k).flatten() for seed in seeds]).double()
-    kept_D = (weight_DK > 0).double() @ tokens / lengths.sum()
+    kept_D = (weight_DK > 0).double() @ lengths / lengths.sum()
     missing_DK = weight_DK - 1
     error_D = (missing_DK @ product * missing_DK).sum(dim=1).clamp(min=0) / product.sum()
-    error_D += weight_DK.square() @ variance / product.sum()
     return kept_D.mean().item(), error_D.mean().item()
 
 
@@ -302,9 +221,8 @@ def repeated(scene: Scene) -> float:
     return (pairs * N / (N - 1) / between_NN.sum()).item()
 
 
-def look(learner: Learner, sampler: Sampler, draws: list[PromptDraw], cfg: config.Config, tokens: bool,
-         ) -> Scene:
-    """Roll prompts out twice: the first time to prune them by, the second to measure, `tokens` too."""
+def look(learner: Learner, sampler: Sampler, draws: list[PromptDraw], cfg: config.Config) -> Scene:
+    """Roll prompts out twice: the first time to prune them by, the second to measure."""
     before = [replace(draw, epoch=draw.epoch + 1000) for draw in draws]
     last_N = advantage(sampler.score(sampler.rollout(before)), cfg.advantage).abs().mean(dim=1)
     groups = sampler.rollout(draws)
@@ -312,32 +230,29 @@ def look(learner: Learner, sampler: Sampler, draws: list[PromptDraw], cfg: confi
     adv_NG = advantage(rewards, cfg.advantage)
     candidates = Candidates(
         adv_NG, groups, cfg.loss.normalize, advantage_only=True, seed=0, reward_NG=rewards.total_NG)
-    suffix = suffix_norms(learner, groups, adv_NG) if tokens else {}
-    return Scene(candidates, rewards, last_N, inner_products(learner, groups, adv_NG), suffix)
+    return Scene(candidates, rewards, last_N, inner_products(learner, groups, adv_NG))
 
 
 def after_training(task: str, steps: int, out: Path,
                    ) -> tuple[dict[str, dict[float, list[float | None]]], list[float]]:
     """Train so many steps; then measure each arm's error on each rollout, by the share of tokens kept, and
     how much of the full gradient is `repeated`."""
-    recipe, _, rollouts = TASKS[task]
+    recipe, _ = TASKS[task]
     train.train(config.load(recipe, [f"steps={steps}", f"out={out}", "data.eval=null"]))
     cfg = config.load(recipe, [f"out={out}", "rollout.group_size=16"])
     loaded = replace(train.load_task(cfg), source=out / "hf")
     learner, sampler, history = prepare(cfg, loaded, seed=1)  # other prompts than it was trained on
-    names = [name for name in ARMS if task != "real" or name not in WHOLE]
-    by_arm = {name: {budget: [] for budget in BUDGETS} for name in names}
+    by_arm = {name: {budget: [] for budget in BUDGETS} for name in ARMS}
     signal = []
-    for i in range(rollouts):
-        scene = look(learner, sampler, history.draw(cfg.rollout.prompts_per_step), cfg, task != "real")
+    for i in range(ROLLOUTS):
+        scene = look(learner, sampler, history.draw(cfg.rollout.prompts_per_step), cfg)
         signal.append(repeated(scene))
-        for name in names:
+        for name in ARMS:
             fewest = [FEWEST] * name.startswith(("pps norm", "pps surprise", "pps oracle"))
-            fewest = [] if name.endswith(("group", "not by cost")) else fewest
             curve = [errors(name, scene, k) for k in (*fewest, *range(1, 16))]
             for budget, of_rollouts in by_arm[name].items():
                 of_rollouts.append(at_budget(curve, budget))
-        print(f"rollout {i + 1} of {rollouts}", file=sys.stderr, flush=True)
+        print(f"rollout {i + 1} of {ROLLOUTS}", file=sys.stderr, flush=True)
     return by_arm, signal
 
 
@@ -345,7 +260,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--task", choices=TASKS, default="toy")
     task = options.parse_args().task
-    _, points, rollouts = TASKS[task]
+    _, points = TASKS[task]
     dist.init("cpu")
     results = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -358,7 +273,7 @@ def main() -> None:
                     rows[-1][str(Fraction(budget))] = interval(errors)
                     results.append({"when": when, "arm": name, "budget": budget, "errors": errors})
             show(f"{task}, {when}: after {steps} steps; squared error over |full gradient|^2, "
-                 f"{rollouts} rollouts; {interval(signal)} of it is repeated by other rollouts", rows)
+                 f"{ROLLOUTS} rollouts; {interval(signal)} of it is repeated by other rollouts", rows)
             results.append({"when": when, "arm": "repeated", "budget": 1, "errors": signal})
     print_json("prune", task=task, results=results)
     dist.close()

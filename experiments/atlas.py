@@ -12,10 +12,8 @@ row has
 Dimension key: that of enumeration.py.
 """
 
-import argparse
 import itertools
 import json
-import sys
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -364,15 +362,7 @@ def all_rows() -> list[dict[str, Any]]:
     return lines
 
 
-def main() -> int:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.parse_args()
+if __name__ == "__main__":
     for title, lines in tables().items():
         print("\n".join([f"\n{title}\n", *lines]), flush=True)
     print(json.dumps({"experiment": "atlas", "rows": all_rows()}))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -50,7 +50,7 @@ GROUPS = ("group-2", "group-4", "group-16")
 DAPO = ("dapo", "dapo-without-clip-higher", "dapo-without-sampling", "dapo-without-token-mean",
         "dapo-without-length")
 VAPO = ("vapo", "vapo-without-pretraining")
-# Arms at GRPO's rate whose gradient's error is known: the row and budget of bench/prune.py.
+# Arms at GRPO's rate whose gradient's error is kept: the row and budget of bench/prune.py at fada074.
 PRUNED = {
     "cppo": ("topk, group, kept mean", 0.25),
     "pps-norm": ("pps norm, batch", 0.25),

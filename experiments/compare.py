@@ -161,12 +161,12 @@ def rate_table(areas: dict[str, Areas], best: dict[str, str]) -> list[str]:
 
 # ---- at equal cost
 
-def compared(arms: Arms, costs: Iterable[str] = COSTS) -> dict:
+def compared(arms: Arms, costs: Iterable[str], comparisons: int) -> dict:
     """Compute the areas and ends of arms at these costs, and their differences to GRPO, paired by seed.
 
     Returns {cost: {"budget", "arms": {arm: {"area" and "end": {"mean", "runs", "difference", "low", "high",
     "p" (Holm's over the arms of this column)}}}}}. GRPO has no difference, nor has an arm with fewer than two
-    seeds. Intervals are at 1 - 0.05 / (arms less GRPO).
+    seeds. Intervals are at 1 - 0.05 / comparisons.
     """
     curves, numbers = {}, {}
     for name, by_seed in arms.items():
@@ -177,13 +177,13 @@ def compared(arms: Arms, costs: Iterable[str] = COSTS) -> dict:
         for place, figure in enumerate(("area", "end")):
             values = {name: {seed: area_and_end(of, cost, budget)[place] for seed, of in by_seed.items()}
                       for name, by_seed in curves.items()}
-            for name, cell in column(values).items():
+            for name, cell in column(values, comparisons).items():
                 figures[name][figure] = cell
         numbers[cost] = {"budget": budget, "arms": figures}
     return numbers
 
 
-def column(values: dict[str, dict[int, float]]) -> dict[str, dict]:
+def column(values: dict[str, dict[int, float]], comparisons: int) -> dict[str, dict]:
     """Compute one figure at one cost: each arm's mean, and its difference to GRPO."""
     cells, gaps, grpo = {}, {}, values.get("grpo", {})
     for name, by_seed in values.items():
@@ -191,7 +191,7 @@ def column(values: dict[str, dict[int, float]]) -> dict[str, dict]:
         shared = sorted(by_seed.keys() & grpo.keys())
         if name != "grpo" and len(shared) > 1:
             these, those = [by_seed[seed] for seed in shared], [grpo[seed] for seed in shared]
-            gaps[name] = difference(these, those, len(values) - 1)
+            gaps[name] = difference(these, those, comparisons)
     corrected = holm([gap.p for gap in gaps.values()])
     for (name, gap), p in zip(gaps.items(), corrected, strict=True):
         cells[name] |= {"difference": gap.mean, "low": gap.low, "high": gap.high, "p": p}
@@ -209,9 +209,9 @@ def cell(figures: dict) -> str:
 def comparison_table(numbers: dict, figure: str) -> list[str]:
     """Tabulate one figure at each cost: the mean, the difference to GRPO, its interval, Holm's p."""
     head = [f"{of['budget']:,.0f} {cost}" for cost, of in numbers.items()]
-    rows = []
-    for name, figures in numbers["steps"]["arms"].items():
-        cells = [cell(of["arms"][name][figure]) for of in numbers.values()]
+    first, rows = next(iter(numbers.values())), []
+    for name, figures in first["arms"].items():
+        cells = [cell(of["arms"][name][figure]) if name in of["arms"] else "" for of in numbers.values()]
         rows.append([name, str(figures[figure]["runs"]), *cells])
     return table([f"{figure}, %", "runs", *head], rows)
 
@@ -243,7 +243,7 @@ def report(results: Path) -> None:
         arms = kept_arms(rates, SEEDS, results)
         if not arms:
             continue
-        printed[part] = compared(arms, costs)
+        printed[part] = compared(arms, costs, len(arms) - 1)
         print(f"The {part} at equal cost, and the difference to GRPO\n")
         for figure in ("area", "end"):
             print(*comparison_table(printed[part], figure), "", sep="\n")

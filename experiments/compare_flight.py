@@ -1,16 +1,15 @@
 """Do groups that go on, or a few large stages, teach more in equal time than GRPO whose steps wait?
 
-    python experiments/compare_flight.py FILE.jsonl.xz [--seeds 5] [--steps 135] [--arms grpo,flight-2]
+    python experiments/compare_flight.py experiments/flight.jsonl.xz
 
-docs/experiments.md has the questions. Runs are kept in the file, and not made again (kept_runs.py). With
---steps a run is shorter, by 27 steps or a multiple of it, since a stage takes the prompts of 27 steps.
+RESULTS.md has the questions. Runs are kept in the file, and not made again (kept_runs.py).
 """
 
 from pathlib import Path
 from statistics import mean
 
-from compare import kept_arms
-from kept_runs import Record, Run, area_and_end, curve, difference, keep, least, parser, print_json, table
+from compare import compared, comparison_table, kept_arms
+from kept_runs import Record, Run, curve, keep, parser, print_json, table
 from tqdm import tqdm
 
 RATE = "1e-4"
@@ -40,51 +39,27 @@ ARMS = {
 }
 COSTS = ("seconds", "generated tokens", "steps")
 MEANS = ("age/mean", "age/old_tokens", "mismatch/ess")  # of a run's steps
+SEEDS, STEPS = range(5), 135
 
 
-def run_of(arm: str, seed: int, steps: int, more: tuple[str, ...] = ()) -> Run:
+def run_of(arm: str, seed: int) -> Run:
     """Make a run of the comparison, evaluated at nine moments, or after every stage."""
-    every = max(1, steps // 9)
-    if arm == "stages":
-        steps, every = steps // STAGE, 1
-    return Run(arm, (*ARMS[arm], f"steps={steps}", f"eval.every={every}", *more), RATE, seed)
+    steps, every = (STEPS // STAGE, 1) if arm == "stages" else (STEPS, STEPS // 9)
+    return Run(arm, (*ARMS[arm], f"steps={steps}", f"eval.every={every}"), RATE, seed)
 
 
-def report(results: Path, arms: list[str], seeds: range) -> None:
-    """Print areas at equal cost with the paired differences to the first arm, and what each arm has spent."""
-    kept = kept_arms(dict.fromkeys(arms, RATE), seeds, results)
-    printed = {}
-    for cost in COSTS:
-        # A step of a stage is no step of the others.
-        among = {name: of for name, of in kept.items() if name != "stages" or cost != "steps"}
-        printed[cost] = compare(among, cost)
+def report(results: Path) -> None:
+    """Print areas at equal cost with the paired differences to GRPO, and what each arm has spent."""
+    kept = kept_arms(dict.fromkeys(ARMS, RATE), SEEDS, results)
+    alike = {name: of for name, of in kept.items() if name != "stages"}  # whose steps are no steps of others
+    areas = compared(kept, COSTS[:2], len(ARMS) - 1) | compared(alike, COSTS[2:], len(ARMS) - 1)
     spent = []
     for name, by_seed in kept.items():
         curves = [curve(record) for record in by_seed.values()]
-        means = [mean_of(by_seed, key) for key in MEANS]
         costs = [f"{mean(float(of.spent[cost][-1]) for of in curves):,.0f}" for cost in COSTS]
-        spent.append([name, *costs, *(f"{value:.3f}" for value in means)])
-    print(*table(["arm", *COSTS, *MEANS], spent), sep="\n")
-    print_json("compare_flight", areas=printed)
-
-
-def compare(kept: dict[str, dict[int, Record]], cost: str) -> dict:
-    """Print and return the areas of arms over a cost, up to the least that a run has spent."""
-    curves = {name: {seed: curve(record) for seed, record in of.items()} for name, of in kept.items()}
-    budget = least([of for by_seed in curves.values() for of in by_seed.values()], cost)
-    rows, areas = [], {}
-    first = next(iter(curves))
-    for name, by_seed in curves.items():
-        areas[name] = {seed: area_and_end(of, cost, budget)[0] for seed, of in by_seed.items()}
-        shared = sorted(areas[name].keys() & areas[first].keys())
-        gap = ""
-        if name != first and len(shared) > 1:
-            pairs = [[areas[arm][seed] for seed in shared] for arm in (name, first)]
-            gap = str(difference(*pairs, len(ARMS) - 1))
-        rows.append([name, str(len(by_seed)), f"{mean(areas[name].values()):.2f}", gap])
-    head = ["arm", "runs", f"area over {budget:,.0f} {cost}, %", f"less {first}"]
-    print(*table(head, rows), "", sep="\n")
-    return {"budget": budget, "arms": areas}
+        spent.append([name, *costs, *(f"{mean_of(by_seed, key):.3f}" for key in MEANS)])
+    print(*comparison_table(areas, "area"), "", *table(["arm", *COSTS, *MEANS], spent), sep="\n")
+    print_json("compare_flight", areas=areas)
 
 
 def mean_of(by_seed: dict[int, Record], key: str) -> float:
@@ -96,19 +71,12 @@ def mean_of(by_seed: dict[int, Record], key: str) -> float:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("results", type=Path, help="the file of results, ending in .jsonl.xz")
-    options.add_argument("--seeds", type=int, default=5)
-    options.add_argument("--steps", type=int, default=135)
-    options.add_argument("--arms", default=",".join(ARMS))
-    options.add_argument("--set", action="append", default=[], help="change one setting of every run")
-    args = options.parse_args()
-    arms = args.arms.split(",")
-    seeds = range(args.seeds)
-    results = args.results.resolve()
+    results = options.parse_args().results.resolve()
     with tqdm(unit="run") as bar:
-        for seed in seeds:
-            for arm in arms:
-                keep(run_of(arm, seed, args.steps, tuple(args.set)), results, bar)
-    report(results, arms, seeds)
+        for seed in SEEDS:
+            for arm in ARMS:
+                keep(run_of(arm, seed), results, bar)
+    report(results)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ With --method, a file as try_method.py takes it is tried in the same way: three 
 validation split, then five seeds, 20 to 25 minutes on 2 cores. Its config is the yaml file beside it, or else
 the testbed's, or --config; --set changes settings, but for those that the kept arms share. Its runs are kept
 in runs/court/, under a name that changes with the file and the config, though not with what the file imports;
-the same command goes on after Ctrl-C. A page with tables and curves is written there.
+the same command goes on after Ctrl-C.
 """
 
 import argparse
@@ -23,19 +23,14 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from io import StringIO
 from pathlib import Path
 from statistics import mean
 
-import jinja2
-import matplotlib
-import numpy as np
 from claims import seconds_to, verdict
 from compare import Arms, kept_arms, tell_area, validated
 from kept_runs import (
     ROOT,
     Difference,
-    Record,
     Run,
     area_gap,
     curve,
@@ -47,8 +42,6 @@ from kept_runs import (
     read,
     table,
 )
-from markupsafe import Markup
-from matplotlib.figure import Figure
 from tqdm import tqdm
 from try_method import COURT, check_chosen, find_method, load, plug_in
 
@@ -351,26 +344,17 @@ compare at equal rates too, and with arms of as many updates a rollout. Empty: t
 
 
 def try_own(name: str, arm: Arm, seeds: range, until: float, results: Path) -> None:
-    """Train a method, compare it with the kept arms, and write a page."""
+    """Train a method, and compare it with the kept arms."""
     train({name: arm}, seeds, results, until)
     others, rates = kept(RESULTS, sorted(ARMS, key=place))
     mine, my_rates = kept(results, [name])
     arms, rates = mine | others, my_rates | rates
     if name not in mine:
         sys.exit("no run on the test problems has ended yet; the same command goes on")
-    tables = {
-        f"{name} at {rates[name]}, less each arm": (
-            ["less", "at", *UNTIMED, "by generated tokens"], own_rows(arms, name, rates)),
-        "all arms": (arm_head(arms, UNTIMED), arm_rows(arms, rates, UNTIMED)),
-        "the learning rate": (RATE_HEAD, validation_rows({name: arm}, results)),
-    }
-    print(NOTE, "", sep="\n")
-    for title, (head, lines) in tables.items():
-        print(title, "", *table(head, lines), "", sep="\n")
-    page = results.parent / results.name.replace(".jsonl.xz", ".html")
-    picture = draw(arms, name, f"{ANCHOR}-{rates[name]}")
-    page.write_text(PAGE.render(title=f"{name} before the court", note=NOTE, tables=tables, picture=picture))
-    print(page)
+    print(NOTE, "", f"{name} at {rates[name]}, less each arm", "", sep="\n")
+    print(*table(["less", "at", *UNTIMED, "by generated tokens"], own_rows(arms, name, rates)), "", sep="\n")
+    print(*table(arm_head(arms, UNTIMED), arm_rows(arms, rates, UNTIMED)), "", sep="\n")
+    print(*table(RATE_HEAD, validation_rows({name: arm}, results)), "", results, sep="\n")
 
 
 def place(name: str) -> int:
@@ -389,53 +373,6 @@ def own_rows(arms: Arms, name: str, rates: dict[str, str]) -> list[list[str]]:
         here = verdict(gap.low, gap.high) if gap else ""
         rows.append([other, rates[other], *map(interval, gaps.values()), WORDS.get(here, here)])
     return rows
-
-
-def draw(arms: Arms, name: str, same_rate: str) -> Markup:
-    """Draw the mean curves of a method, of the anchor at two rates, and of all others, as SVG."""
-    styles = {name: {"color": "C3", "zorder": 3}, ANCHOR: {"color": "0.1"},
-              same_rate: {"color": "0.1", "linestyle": "--"}}
-    figure = Figure(figsize=(11, 3.5), layout="constrained")
-    for axes, cost in zip(figure.subplots(1, len(UNTIMED), sharey=True), UNTIMED, strict=True):
-        for arm, by_seed in arms.items():
-            style = {"label": arm} | styles[arm] if arm in styles else {"color": "0.8", "linewidth": 0.8}
-            axes.plot(*mean_curve(by_seed, cost), **style)
-        axes.set_xlabel(cost)
-    figure.axes[0].set_ylabel("held-out accuracy, %")
-    figure.axes[0].legend(frameon=False)
-    out = StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
-        figure.savefig(out, format="svg")
-    return Markup(out.getvalue()[out.getvalue().index("<svg"):])
-
-
-def mean_curve(by_seed: dict[int, Record], cost: str) -> tuple[np.ndarray, np.ndarray]:
-    curves = [curve(record) for record in by_seed.values()]
-    return (np.mean([run.spent[cost] for run in curves], axis=0),
-            np.mean([run.accuracy_E for run in curves], axis=0))
-
-
-PAGE = jinja2.Template("""<!doctype html>
-<meta charset=utf-8><title>{{ title }}</title>
-<style>
-body { font: 15px system-ui; margin: 2em auto; max-width: 70em }
-table { border-collapse: collapse }
-td, th { padding: .2em .8em; text-align: left; white-space: nowrap; border-bottom: 1px solid #ddd }
-svg { max-width: 100%; height: auto }
-</style>
-<h1>{{ title }}</h1>
-{{ picture }}
-<p>{{ note }}
-{% for heading, (head, rows) in tables.items() %}
-<h2>{{ heading }}</h2>
-<table>
-<tr>{% for text in head %}<th>{{ text }}{% endfor %}
-{% for row in rows %}
-<tr>{% for text in row %}<td>{{ text }}{% endfor %}
-{% endfor %}
-</table>
-{% endfor %}
-""", autoescape=True)
 
 
 def check_shared(cfg: config.Config) -> None:

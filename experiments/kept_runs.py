@@ -63,8 +63,8 @@ def experiment_status(experiment: Callable[[], None]) -> int:
 
 def train_once(out: Path, name: str, *settings: str, resume: bool = False, method: str = "") -> Path:
     """Train, unless a finished run of the same settings is there. One that was cut off starts anew, or with
-    `resume` goes on from its newest checkpoint; then cpu_seconds does not count what came before. `method` is
-    a file that try_method.py plugs in, and must be plugged in here. Raises ConfigError for a run of other
+    `resume` goes on from its newest checkpoint. `method` is a file that try_method.py plugs in, and must be
+    plugged in here. Raises ConfigError for a run of other
     settings that is finished or could be resumed, and RuntimeError with what a run that failed has said."""
     settings = (*settings, f"out={out}")
     stored = out / "config.yaml"
@@ -80,9 +80,8 @@ def train_once(out: Path, name: str, *settings: str, resume: bool = False, metho
     command = [*script, "--config", name, *["--resume", "auto"] * resume]
     for setting in settings:
         command += ["--set", setting]
-    before = children_seconds()
     run_script(*command)
-    (out / "finished").write_text(f"{children_seconds() - before:.1f}")
+    (out / "finished").touch()
     return out
 
 
@@ -98,11 +97,6 @@ def children_seconds() -> float:
     """Return the CPU seconds that ended child processes have used, and theirs."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
-
-
-def cpu_seconds(out: Path) -> float:
-    """Return the CPU seconds that a run of `train_once` took, its start and evaluations included."""
-    return float((out / "finished").read_text())
 
 
 # ---- keeping
@@ -310,7 +304,6 @@ def area_gap(these: dict[int, Record], those: dict[int, Record], cost: str, comp
     budget = least([*curves[0], *curves[1]], cost)
     areas = [[area_and_end(of, cost, budget)[0] for of in runs] for runs in curves]
     return difference(*areas, comparisons)
-
 
 
 def chance(t: float, df: int) -> float:

@@ -1,6 +1,6 @@
 """What do a prompt's completions of the last epoch save, as drafts of its next ones?
 
-    python experiments/speculation.py [--steps 135] [--slots 128]
+    python experiments/speculation.py
 
 GRPO trains the testbed (docs/experiments.md). From the second epoch on, every step's completions are sampled
 twice, in turns: with drafts (rollout.drafts) and without. Their tokens are compared: they are to be the same.
@@ -108,11 +108,8 @@ def by_epoch(lines: list[dict]) -> list[dict]:
 
 
 def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--steps", type=int, default=135)
-    options.add_argument("--slots", type=int, default=128)
-    args = options.parse_args()
-    rows = by_epoch(run(args.steps, args.slots))
+    parser(__doc__).parse_args()
+    rows = by_epoch(run(steps=135, slots=128))
     show("completions of the last epoch as drafts", rows)
     print_json("speculation", epochs=rows)
 

@@ -1,7 +1,5 @@
 """Make word problems in English of one and two steps, five levels, with wordings of their own.
 
-    python experiments/word_problems.py OUT     # writes train.jsonl, validation.jsonl and test.jsonl
-
 | level | steps |
 |---|---|
 | 1 | one, + or - 2 to 5, up to 25 |
@@ -14,7 +12,6 @@ The same seed makes the same problems. No two problems of all sets together have
 words stand around it. A question is a list of messages: two solved examples as turns, and the problem.
 """
 
-import argparse
 import json
 import random
 from dataclasses import dataclass
@@ -126,14 +123,3 @@ def write(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for name, rows in make().items():
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def main() -> None:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("out", type=Path)
-    write(parser.parse_args().out)
-
-
-if __name__ == "__main__":
-    main()

@@ -139,12 +139,8 @@ def test_every_answer_is_what_the_words_say_and_no_arithmetic_comes_twice():
             assert max(on_the_way) <= {1: 25, 2: 50, 3: 180, 4: 25, 5: 65}[level]
             seen[product, numbers] += 1
     assert len(seen) == sum(seen.values()) == 5 * sum(word_problems.SIZES.values())
-
-
-def test_the_same_seed_makes_the_same_problems_and_signs_are_as_frequent():
-    assert word_problems.make() == word_problems.make() != word_problems.make(1)
-    changes = [computed(row["question"][-1]["content"])[-1] for rows in word_problems.make().values() for row in rows
-               if row["level"] in (1, 2)]
+    assert sets == word_problems.make() != word_problems.make(1)
+    changes = [numbers[1] for product, numbers in seen if not product and len(numbers) == 2]
     assert 0.4 < sum(change > 0 for change in changes) / len(changes) < 0.6
 
 
@@ -160,17 +156,14 @@ def test_the_examples_before_a_problem_are_right():
 
 # ---- the reward, and the experiment
 
-@pytest.mark.parametrize(("text", "value"), [
-    (r"8 + 4 = 12, so \boxed{12}.", 1), (r"\boxed{7} and then \boxed{12}", 1), (r"\boxed{12} of 30", 1),
-    (r"\boxed{ 12.0 }", 1), ("8 + 4 = 12", 0.5), ("It is 12.", 0.5), (r"so \boxed{7}, or 12", 0.5),
-    (r"\boxed{12 apples}", 0.5), ("12 or 13", 0), (r"\boxed{13}", 0), (r"\boxed{12", 0.5), ("", 0), ("112", 0)])
-def test_the_reward(text, value):
-    assert smollm2_reward.reward(text, "12") == value
-
-
-def test_the_reward_reads_thousands():
-    assert smollm2_reward.reward(r"\boxed{1,200}", "1200") == 1 and smollm2_reward.reward("1,200", "1200") == 0.5
-    assert smollm2_reward.reward(r"\boxed{1200}", "1,200") == 1  # as GSM8K writes it
+@pytest.mark.parametrize(("text", "gold", "value"), [
+    *((text, "12", value) for text, value in [
+        (r"8 + 4 = 12, so \boxed{12}.", 1), (r"\boxed{7} and then \boxed{12}", 1), (r"\boxed{12} of 30", 1),
+        (r"\boxed{ 12.0 }", 1), ("8 + 4 = 12", 0.5), ("It is 12.", 0.5), (r"so \boxed{7}, or 12", 0.5),
+        (r"\boxed{12 apples}", 0.5), ("12 or 13", 0), (r"\boxed{13}", 0), (r"\boxed{12", 0.5), ("", 0), ("112", 0)]),
+    (r"\boxed{1,200}", "1200", 1), ("1,200", "1200", 0.5), (r"\boxed{1200}", "1,200", 1)])  # as GSM8K writes it
+def test_the_reward(text, gold, value):
+    assert smollm2_reward.reward(text, gold) == value
 
 
 @pytest.mark.parametrize("method", others_slow(smollm2.METHODS, "PPS, LoRA"))

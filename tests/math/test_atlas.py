@@ -41,13 +41,6 @@ def test_the_page_has_the_numbers_of_the_program():
     assert not set(re.findall(r"\b\d\.\d{2,3}\b", prose)) - in_tables
 
 
-@pytest.mark.slow
-def test_a_row_is_exact_or_clearly_biased():
-    biases = {row: measure(row)["bias"] for row in ROWS.values()}
-    assert not {row: bias for row, bias in biases.items() if EXACT <= bias <= 1e-3}
-    assert 0.3 < sum(bias < EXACT for bias in biases.values()) / len(biases) < 0.7
-
-
 def meets_the_conditions(normalize, advantage, completions, denominator, prompts, behind, trust, **_) -> bool:
     """The conditions of the page's section "When a combination is exact"."""
     fixed = completions.startswith("pps") and advantage in ("soft_value", "shrinkage")  # completions kept
