@@ -347,9 +347,8 @@ def load_tensors(path: Path, state: dict[str, dict[str, Tensor]]) -> None:
             for kind, by_name in state.items() for name, t in by_name.items()}
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     stored = {name: (tuple(t.size), t.properties.dtype) for name, t in metadata.items()}
-    differing = sorted(name for name in here if stored.get(name) != here[name])
-    differing += sorted(name for name in stored.keys() - here.keys() if name.startswith("weights."))
-    if differing:
+    needed = {*here, *(name for name in stored if name.startswith("weights."))}
+    if differing := sorted(name for name in needed if stored.get(name) != here.get(name)):
         name = differing[0]
         raise ConfigError(f"{path} is of another model: {name} is {stored.get(name, 'missing')} there and "
                           f"{here.get(name, 'missing')} here ({len(differing)} differ); resume with the "

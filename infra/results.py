@@ -183,21 +183,8 @@ def read_result(path: Path) -> dict:
         if not isinstance(result, dict) or "sets" not in (result.get("head") or ()):
             raise ConfigError(f"{path} is not a result of eval.py --out; {DAMAGED}")
         for name, summary in result["results"].items():
-            count = result["head"]["sets"].get(name, {}).get("count")
-            require_alike(f"{path}: {name}", summary["problems"], count)
+            found, count = len(summary["problems"]), result["head"]["sets"].get(name, {}).get("count")
+            if found != count:
+                raise ConfigError(f"{path}: {name} has {found} problems and its head {SHORT.repr(count)}; "
+                                  f"{DAMAGED}")
     return result
-
-
-def require_alike(place: str, problems: list[dict], count: int | None) -> None:
-    """Raise ConfigError unless all problems are there, with as many responses each, judged alike."""
-    if len(problems) != count:
-        raise ConfigError(f"{place} has {len(problems)} problems and its head {SHORT.repr(count)}; {DAMAGED}")
-    kinds = set()
-    for problem in problems:
-        for response in problem["responses"] or [{"text": ""}]:
-            graded = "verdict" in response
-            kinds.add((len(problem["responses"]), graded, "reward" in response))
-            if not isinstance(response["text"], str) or graded and not isinstance(problem["gold"], str):
-                raise ConfigError(f"{place}: text and gold of {problem['id']} must be texts; {DAMAGED}")
-    if len(kinds) != 1:
-        raise ConfigError(f"{place}: all problems must have as many responses, judged alike; {DAMAGED}")

@@ -36,7 +36,7 @@ SENTENCE_END = re.compile(r"[.!?*\"]*(?:\.(?=\s|\Z)|\n|\Z|</answer>)|"
                           r"[;,]?\s(?:because|since|which|where|so|given|therefore|thus|hence)\b|"
                           r",\s+(?!and\b|or\b)(?=[a-z]{2})", re.IGNORECASE)
 VERB = re.compile(r".*\s(?:is|are|equals)\s+", re.DOTALL)
-FILLER = re.compile(r"(?:(?:therefore|thus|indeed|then|simply|exactly|just|only|approximately|about|clearly|"
+FILLER = re.compile(r"^(?:(?:therefore|thus|indeed|then|simply|exactly|just|only|approximately|about|clearly|"
                     r"option|choice)\b,?\s*)+(?=\S)", re.IGNORECASE)
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)")
 
@@ -88,7 +88,7 @@ def find_boxes(text: str) -> tuple[list[tuple[int, int, int, int]], bool]:
     for mark in BRACES.finditer(text):
         if mark["bare"]:
             newest = mark.start()
-            boxes.append((mark.start(), mark.end(), *mark.span("bare")))
+            boxes.append((*mark.span(), *mark.span("bare")))
         elif mark[0] == "}":
             box = stack.pop() if stack else None
             if box:
@@ -97,15 +97,15 @@ def find_boxes(text: str) -> tuple[list[tuple[int, int, int, int]], bool]:
                 boxes.append((box[0], mark.end(), box[1], mark.start()))
         elif mark[0] == "{":
             stack.append(None)
-        elif mark[0][0] == "\\" and len(mark[0]) > 2:
+        elif len(mark[0]) > 2:  # and no escaped character
             newest = mark.start()
-            stack.append((mark.start(), mark.end()))
+            stack.append(mark.span())
     return boxes, any(box and box[0] == newest for box in stack)
 
 
 def read_phrase(tail: str) -> str:
     """Read the answer behind "the answer is": formulas, or a sentence without its remarks."""
-    tail = FILLER.sub("", tail, count=1) if FILLER.match(tail) else tail
+    tail = FILLER.sub("", tail)
     math, formulas = MATH.match(tail), []
     if math and not re.match(r"\s*(?:is|are|equals|=)\s", tail[math.end():]):
         while math:
@@ -115,7 +115,7 @@ def read_phrase(tail: str) -> str:
             math = MATH.match(tail) if re.search(r",|and|or", gap[0]) else None
         return ", ".join(formulas)
     answer = VERB.sub("", tail[:SENTENCE_END.search(tail).start()]).strip(" *_`\"'")
-    return re.sub(r"(?<=\w)\s+\([^()]*\)$", "", FILLER.sub("", answer) if FILLER.match(answer) else answer)
+    return re.sub(r"(?<=\w)\s+\([^()]*\)$", "", FILLER.sub("", answer))
 
 
 def extract(text: str) -> str | None:
@@ -140,9 +140,7 @@ def last_mark(text: str) -> str | None:
     in_words = None
     for mark in reversed(deque(MARK.finditer(text), maxlen=MARKS)):
         content = read_behind_mark(mark, text[mark.end():mark.end() + TAIL])
-        if re.search(r"[\d\\$]", content) or re.fullmatch(r"\(?[A-Z]\)?", content):
-            return content
-        if content and mark[0] == "<answer>":
+        if re.search(r"[\d\\$]|\A\(?[A-Z]\)?\Z", content) or content and mark[0] == "<answer>":
             return content
         if content and mark[0] != "####" and len(content.split()) <= 3:
             in_words = in_words or content

@@ -50,14 +50,9 @@ class Reader:
     """The tokens of a formula, and the place of the next one. Its methods are the rules of the grammar."""
 
     def __init__(self, text: str):
-        self.tokens, end = [], 0
-        text = text.rstrip()
-        while end < len(text):
-            match = TOKEN.match(text, end)
-            if not match:
-                raise Unread(f"{text[end:end + 20]!r} in {text!r}")
-            self.tokens.append(match[1])
-            end = match.end()
+        self.tokens = TOKEN.findall(text)
+        if "".join(self.tokens) != text.replace(" ", ""):
+            raise Unread(f"a character of no token in {text!r}")
         self.place = 0
         self.bars = 0  # open |
         self.indices: set[str] = set()  # of sums: i is no constant there
@@ -100,18 +95,16 @@ class Reader:
     def powers(self, in_argument: bool = False) -> sympy.Expr:
         """Read factors that stand side by side; the argument of a function ends before another function."""
         factors: list[sympy.Expr] = []
-        starts: list[str] = []
-        plain = False  # the only factor so far is a number without a power
+        start, plain = "", False  # of the factor before; and whether that is a number, without a power, alone
         while not (self.token in STOPS or self.token == "|" and self.bars > 0
                    or factors and in_argument and self.token in FUNCTIONS):
-            if starts and starts[-1][0].isdigit() and self.token[0].isdigit():
+            if start[:1].isdigit() and self.token[0].isdigit():
                 raise Unread("two numbers beside each other")
             if plain and self.token == "(" and not in_argument:
                 break  # 1/2(x+1) is (x+1)/2
-            mixed, begun = plain and self.token == "\\frac", self.place
-            starts.append(self.token)
+            mixed, begun, start = plain and self.token == "\\frac", self.place, self.token
             factors.append(self.power())
-            plain = len(factors) == 1 and self.place == begun + 1 and starts[0][0].isdigit()
+            plain = len(factors) == 1 and self.place == begun + 1 and start[0].isdigit()
         if not factors:
             raise Unread(f"{self.token!r} where a formula should be")
         if len(factors) == 2 and mixed and factors[1].is_Rational:
@@ -171,21 +164,20 @@ class Reader:
     def symbol(self, name: str) -> sympy.Symbol:
         """Read a letter with its index, and name the symbol as math-verify's parser does."""
         name = "Xi" if name == "E" else name.lstrip("\\")
-        following = self.tokens[self.place:self.place + 3]
-        if len(following) == 3 and following[0] == "(" and following[1].isalnum() and following[2] == ")":
-            raise Unread(f"a function {name}({following[1]})")
+        following = "".join(self.tokens[self.place:self.place + 3])
+        if re.match(r"\([^\W_]+\)", following):
+            raise Unread(f"a function {name}{following}")
         if name == "d" and self.token.isalpha():
             raise Unread("a differential")
         if self.token != "_":
             return sympy.Symbol(name)
         self.take("_")
-        index = [self.take()]
-        if index[0] == "{":
+        index = self.take()
+        if index == "{":
             while self.token != "}":
-                index.append(self.take())
-            self.take("}")
-            index = index[1:] if len(index) == 2 and len(index[1]) == 1 else [*index, "}"]
-        return sympy.Symbol(f"{name}_{''.join(index)}")
+                index += self.take()
+            index = re.sub(r"^\{(.)\}$", r"\1", index + self.take())
+        return sympy.Symbol(f"{name}_{index}")
 
     def function(self, name: str) -> sympy.Expr:
         exponent, base = None, None

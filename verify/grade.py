@@ -84,8 +84,8 @@ def finish_verdict(verdict: str | Call) -> str | bool:
 
 def first_equal(golds: list[str], answer: str) -> str | None:
     """Return the first gold answer that an answer equals, by the rules of `grade`; None if none."""
-    verdicts = [finish_verdict(verdict) for verdict in [begin_verdict(gold, answer) for gold in golds]]
-    return next((gold for gold, verdict in zip(golds, verdicts, strict=True) if verdict == "right"), None)
+    verdicts = judge([(gold, answer) for gold in golds], VERIFY_SECONDS)
+    return next((gold for gold in golds if verdicts[gold, answer] == "right"), None)
 
 
 def last_number_equal(gold: str, text: str) -> bool:

@@ -279,7 +279,7 @@ def without_unit(x: str) -> tuple[str, str]:
     if unit.startswith("modulo "):
         return value, unit
     names = re.sub(r"\b(?:squared?|cubic|cubed|per|sq)\b\.? ?", "", unit)
-    known_unit = all(name in UNITS for name in re.split(r"[ /.]+", names) if name)
+    known_unit = {*re.split(r"[ /.]+", names)} <= {"", *UNITS}
     separate = quoted or x[match.start("word") - 1] == " " or (known_unit and len(unit) > 1)
     if quoted:
         named = len(unit) > 1 and re.search(r"\d", value)
