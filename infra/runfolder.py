@@ -75,7 +75,7 @@ def require_free_folder(cfg: Config, resume: Resume) -> Path:
         if resume == "always":
             raise ConfigError(f"--resume: {stored.absolute()} not found, so there is no run to resume; check "
                               "`out`, or start it without --resume")
-        if folder.exists() and (not folder.is_dir() or any(path.name != "lock" for path in folder.iterdir())):
+        if folder.exists() and any(path.name != "lock" for path in folder.iterdir()):
             raise ConfigError(f"out={folder} exists and is not a run folder; set `out` to a new folder")
         return folder
     owner = Path(os.path.realpath(folder / "checkpoints")).parent
@@ -99,9 +99,9 @@ def require_free_folder(cfg: Config, resume: Resume) -> Path:
                           "change)")
     if resume == "never":
         what = f"another config: {', '.join(differing.values())}" if differing else "this config"
-        remedy = "continue it with --resume, or start a new one" if not refused else "start this one"
-        if not refused and not saved:
-            remedy = "it has no checkpoint, so --resume auto begins it again; or start a new one"
+        remedy = "it has no checkpoint, so --resume auto begins it again; or start a new one"
+        if refused or saved:
+            remedy = "start this one" if refused else "continue it with --resume, or start a new one"
         raise ConfigError(f"out={folder} already holds a run with {what}; {remedy} with --set out=...")
     return folder
 

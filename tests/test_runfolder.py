@@ -53,14 +53,9 @@ def test_a_lock_names_its_holder_and_ends_with_it_though_its_workers_live(tmp_pa
             runfolder.RunLog(tmp_path).lock()
         os.kill(pid, 9)
         os.waitpid(pid, 0)
-        runfolder.RunLog(tmp_path).lock()
-
-
-def test_one_process_may_lock_a_folder_again(tmp_path):
-    """A run that failed in this process may be resumed in it, while its traceback still holds the old log."""
-    first, second = runfolder.RunLog(tmp_path), runfolder.RunLog(tmp_path)
-    first.lock()
-    second.lock()
+        first, again = runfolder.RunLog(tmp_path), runfolder.RunLog(tmp_path)
+        first.lock()
+        again.lock()  # by a run of this process that goes on, while a traceback still holds the old log
     assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} on ")
 
 
@@ -109,6 +104,8 @@ def test_a_run_writes_down_how_it_ends_and_tells_its_watchers(error, state, tmp_
         assert runfolder.state_of(tmp_path) == {"state": "running"}
         if error:
             raise error
+    with runfolder.RunLog(None).running(None):  # of another rank, which writes nothing
+        pass
     assert runfolder.read_log(tmp_path / "state.json") == [state] == told
     assert runfolder.is_locked(tmp_path) == isinstance(error, KeyboardInterrupt)
     log.unlock()
@@ -125,11 +122,6 @@ def test_a_full_disk_is_told_by_its_own_error_also_where_the_end_cannot_be_writt
     with pytest.raises(ConfigError, match="no room"), log.running(toy_config(tmp_path / "run")):
         raise ConfigError("no room")
     assert not runfolder.is_locked(tmp_path)
-
-
-def test_another_rank_writes_nothing():
-    with runfolder.RunLog(None).running(None):
-        pass
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])

@@ -25,10 +25,8 @@ def number(x: str) -> tuple[Fraction, int] | None:
     """
     if len(x) > LONGEST:
         return None
-    x = x.strip()
-    if " " in x:
-        x = re.sub(r"^([-+]?\d+) (\d+/\d+)$", r"\1+\2", re.sub(r" ?\\cdot ?", r"\\cdot", x))
-    x = x.replace("\\cdot", "*")
+    x = re.sub(r" ?\\cdot ?", "*", x.strip())
+    x = re.sub(r"^([-+]?\d+) (\d+/\d+)$", r"\1+\2", x)
     if THOUSANDS.fullmatch(x):
         x = x.replace(",", "")
     sign, x = (-1, x[1:]) if x[:1] == "-" else (1, x.removeprefix("+"))

@@ -67,9 +67,6 @@ pi: \frac{3\pi}{4} | \frac34\pi | 3\pi/4 | 3*pi/4 | 0.75π | \frac\pi4\cdot3
 decimals: \sqrt{2} | 1.41421 | 1.414213 | 1.414214 | 1.41421356
 congruent: 3 | 3 \pmod 5 | 3 \pmod{5}
 celsius: 30 | 30^\circ C | 30°C | 30^\circ\text{C}
-percent: 25\% | 25% | 25 percent | 25
-degrees: 60^\circ | 60^{\circ} | 60° | 60 degrees | 60\text{ degrees} | 60
-units: 15\text{ cm}^2 | 15 \mbox{ cm}^{2} | 15\ \mathrm{cm^2} | 15 cm^2 | 15 square cm | 15 | 15~\text{cm}^2
 currency: \$7.50 | 7.50 dollars | 7.5 | \text{\$}7.50
 tuples: (1, -2) | \left(1,-2\right) | (1,\,-2) | (x,y)=(1,-2)
 sets: \{1, 2\} | \{2,1\} | 1,2 | 2, 1 | 1\text{ and }2 | 1 or 2 | x=1, x=2 | x = 2 \text{ or } x = 1
@@ -77,25 +74,20 @@ plus or minus: \pm 3 | 3,-3 | \{-3, 3\} | x = \pm3 | ±3
 intervals: [-2,7) | \left[-2, 7\right) | x\in[-2,7) | -2\le x<7 | 7 > x \geq -2 | -2 \leqslant x \lt 7
 half-lines: (3,\infty) | x>3 | 3<x | (3,+\infty) | x\in(3,∞) | \{x \mid x>3\} | \{x : x > 3\}
 unions: (-\infty,0)\cup(1,\infty) | x<0 \text{ or } x>1 | (1,\infty)\cup(-\infty,0) | (-∞,0)∪(1,∞)
-matrices: \begin{pmatrix}1&2\\3&4\end{pmatrix} | \begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}
 vectors: \begin{pmatrix}1/2\\3\end{pmatrix} | \begin{pmatrix} \frac12 \\[4pt] 3 \end{pmatrix}
 bases: 43_5 | 43_{5} | (43)_5 | 43_{\text{five}} | 43 \text{ base } 5
-ratios: 2:3 | 2 : 3 | a:b=2:3
 times: \text{4:30 p.m.} | 4:30 p.m. | 4:30 PM | 4:30\text{ pm}
 texts: \text{east} | East | \textbf{east} | the east
 choices: \text{(B)} | B | (B) | \textbf{(B)}
 equations: x^2+y^2=1 | y^2=1-x^2 | 1-x^2-y^2=0 | 2x^2+2y^2=2
-lines: y=2x+3 | 2x-y+3=0 | y - 2x = 3
 inequalities: x+y\le1 | 1-x\ge y | 2x+2y\leq2
 polynomials: x^2-1 | (x-1)(x+1) | -1+x^2 | x**2-1
 symbols: \frac{t}{m} | \frac{1}{m}t | t/m | t\cdot m^{-1}
 powers: 2^{n+1}-2 | 2(2^n-1) | 2\cdot2^n-2
 functions: \sec^2 y | \tan^2(y)+1 | \frac{1}{\cos^2 y}
 yes or no: \text{No} | no | NO
-accelerations: 9.8 | 9.8 \mathrm{~m} / \mathrm{s}^2 | 9.8\text{ m/s}^2 | 9.8 m/s^2
 powers of i: -1 | i^2 | e^{i\pi}
 roots of unity: 2i | (1+i)^2 | 2e^{i\pi/2}
-halves of complex: \frac{3+3i}{2} | \frac32+\frac32 i | 1.5 + 1.5i
 complex: 3+4i | 4i+3 | 3 + 4 i
 counting: \binom{10}{3} | 120 | \frac{10!}{7!\,3!}
 logarithms: \log_2 8 | 3 | \frac{\ln 8}{\ln 2}
@@ -105,14 +97,10 @@ nothing: \emptyset | \varnothing | ∅ | \{\}
 large lists: 100, 200 | 200, 100 | \{100,200\} | 100 \text{ and } 200 | x=100, x=200
 both hold: (-1,3) | x>-1 \text{ and } x<3 | x > -1, x < 3
 text lists: \text{A, B} | \text{A},\text{B} | B, A
-products: abc | cab | a \cdot bc
 areas: 36\pi\text{ cm}^2 | 36\pi | 36\pi cm^2 | 36π square units | 36\pi \text{ square cm}
-speeds: 5 | 5 m/s | 5\ \mathrm{m}\,\mathrm{s}^{-1} | 5\ \mathrm{kg}\cdot\mathrm{m/s} | 5cm
 factors: 5000000 | 5 million | 5\text{ million} | 5\cdot10^6
 decorated: 5 | \color{red}{5} | \large 5 | 5\ | \textcolor{blue}{5} | =5 | 5\checkmark
-foreign: (1,2) | （1，2） | (1，2)
 physics: mgh | ghm | m g h
-inverses: f^{-1}(x)=\frac{x-1}{2} | y=\frac{x-1}{2} | \frac{x-1}{2}
 events: P(X>2)=\frac14 | \frac14 | 0.25
 grades: 12 | 12th | 12th grade | \text{12th}
 indices of sums: \sum_{i=1}^n i^2 | \frac{n(n+1)(2n+1)}{6} | \sum_{k=1}^{n} k^2
@@ -122,27 +110,18 @@ MORE = r"""
 (B) | \textbf{(B) }42
 42 | \textbf{(B) }42 | B. 42
 \frac34 | \frac68=\frac34
-7 | 3+4=7
 5 | f(2)=5 | f(-1)=5 | 5 = x | AM = 5 | 5\text{ (exactly)}
-11:21 | V_1:V_2=11:21
 (0,9) \cup (9,36) | (0,36)\setminus\{9\}
-(3,2) | x=3, y=2
-x=3, y=2 | (3,2)
-25 | m+n=25
-12 | [ABC]=12
 90 | m\angle A = 90^\circ
 (1,2) | \vec v=(1,2)
 \{1,2\} | S=\{1,2\}
 ellipse | an ellipse
 \frac13 | 0.333...
 \sqrt2,-\sqrt2 | \sqrt2\approx1.41, -\sqrt2\approx-1.41
-6.2 | r \approx 6.2
 \ln 2 | \log_e 2
-\sqrt[3]{2} | \sqrt[3]2
 \binom{10}{3} | {10 \choose 3}
 2:3 | 2\text{ to }3
 p=5,q=2;p=7,q=2 | p=5, q=2 \text{ and } p=7, q=2
-1,2,3,4 | 1,2,3,4,4
 4.6e-24 | 4.6 \times 10^{-24}
 -1./3 | -\frac13
 """
@@ -150,25 +129,19 @@ DIFFERENT = r"""
 numbers: 12 | 21 | -12 | 12.5 | 1.2 | 120 | 012345
 fractions: \frac{1}{3} | 0.33 | 0.3 | \frac{2}{3} | 3 | \frac13x
 roots: 3\sqrt2 | 2\sqrt3 | 3 | 4.24 | \sqrt{2} | 3\sqrt{3}
-pi: 4\pi | 4 | 12.57 | \pi | 4\pi^2
 decimals: 2.232 | 2.23 | 2.2321 | 2.24
 decimals of roots: \sqrt{2} | 1.4142 | 1.41422 | 1.414215
 money: 16386.17 | 16386.18 | 16386.1
 large: 2^{200}+1 | 2^{200}-1 | 2^{200}
 small: \frac{1}{2004!} | \frac{1}{2006!} | 0
-units: 5\text{ cm} | 5\text{ m} | 5\text{ inches} | 6\text{ cm}
 tuples: (1,2) | (2,1) | [1,2] | (1,2,3) | (1) | \{1,2\}
 sets: \{1,2\} | \{1\} | 1,2,3 | 1,3 | 12 | 1.2
-intervals: (0,1) | [0,1] | (0,1] | (1,0) | -(0,1)
 inequalities: x<3 | x>3 | x\le3 | 3 | x<-3
 unions: (-\infty,0)\cup(1,\infty) | (-\infty,0]\cup[1,\infty) | (-\infty,0)\cup(2,\infty) | (-\infty,0)
-matrices: \begin{pmatrix}1&2\\3&4\end{pmatrix} | \begin{pmatrix}1&3\\2&4\end{pmatrix}
 vectors: \begin{pmatrix}1\\2\end{pmatrix} | \begin{pmatrix}1&2\end{pmatrix} | \begin{pmatrix}2\\1\end{pmatrix}
-bases: 52_8 | 528 | 52_7 | 52_{9}
 ratios: 2:3 | 3:2 | 23 | 2:3:4
 times: 4:30\text{ p.m.} | 4:30 a.m. | 4:03 p.m.
 texts: \text{east} | west | \text{north} | 3
-words: \text{even} | neve | odd
 choices: \text{(B)} | D | A and B | \text{(A)}
 names: AB=9, CD=4 | AB=4, CD=9 | AB=9
 equations: 2x+z=1 | 1 | 2x+z=2 | 2x-z=1
@@ -193,11 +166,8 @@ denials: 2 | 2\text{ is not a solution} | 2\text{ (or 3)}
 text lists: \text{Monday}, \text{Friday} | \text{Monday} | \text{Monday}, \text{Sunday}
 records: x=1,y=2,x=3,y=4 | x=1,y=4,x=3,y=2
 letters: a<b | a<c | b<a
-events: P(X>2)=\frac14 | P(X<2)=\frac14 | P(X>3)=\frac14
-inverses: 2 | x^{-1}=2 | f^{-1}=3
 chains: f(2)<f(1)<f(4) | f(2)<f(3)<f(4) | f(2)<f(1)
 ranges: 0<f(x)<1 | 0<g(x)<1 | 0<f(x)<2
-rules: f(x)=x+1 | g(t)=t+1 | f(t)=t+2
 both: x>-1 \text{ and } x<3 | x>-1 \text{ or } x<3 | x>3
 money: \$5 | 5\text{ cents} | \$50 | £5 | €5
 scales: 30^\circ C | 30^\circ F | 31
