@@ -273,7 +273,8 @@ def how_to_go_on(run: Path) -> str:
 
 
 def replayable_steps(run: Path, last: int) -> list[int]:
-    """List the steps up to `last` that can be replayed: the first, and each after a whole checkpoint."""
+    """List the steps up to `last` that can be replayed: the first, and each after a checkpoint with its list
+    of files."""
     whole = [step_of(path.name) for path in step_folders(run / "checkpoints") if read_list(path)]
     return [step + 1 for step in (0, *whole) if step < last]
 

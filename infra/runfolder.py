@@ -209,8 +209,8 @@ def missing_steps(lines: list[dict], last: int) -> list[int]:
 
 def evaluations(folder: Path) -> dict[int, Path]:
     """Map the step of each evaluation to its file of answers, in order."""
-    named = {path: re.fullmatch(r"eval_(\d+)\.jsonl", path.name) for path in folder.glob("eval_*.jsonl")}
-    return dict(sorted((int(match[1]), path) for path, match in named.items() if match))
+    paths = {path.stem.removeprefix("eval_"): path for path in folder.glob("eval_*.jsonl")}
+    return dict(sorted((int(step), path) for step, path in paths.items() if step.isdecimal()))
 
 
 def describe_environment(device: torch.device, diff: str) -> dict:
