@@ -101,8 +101,8 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     # the upright font of plain TeX
     (r"\{\s*\\rm\s" + BODY + r"\}|\\rm" + BRACED, r"{\\mathrm{\1\2}}", r"5{\rm cm}", r"5{\mathrm{cm}}"),
     # boxes, sizes and fonts without an argument
-    (macro("boxed|fbox|displaystyle|textstyle|limits|bf|rm|small|large|Large|LARGE|huge|Huge|checkmark|therefore|"
-           "underline"), "", r"\displaystyle 5", " 5"),
+    (macro("boxed|fbox|displaystyle|textstyle|limits|bf|rm|small|large|Large|LARGE|huge|Huge|checkmark|"
+           "therefore|underline"), "", r"\displaystyle 5", " 5"),
     (r"\\(?:text)?color\{[^{}]*\}|\\tag\{[^{}]*\}|(?<=matrix)\*(?=\})|(?<=matrix\*\})\[[lcr]\]", "",
      r"5\tag{1}", "5"),  # colours, tags and alignments
     # Money and delimiters of formulas:
