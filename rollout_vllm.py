@@ -47,8 +47,8 @@ class VLLMEngine:
         self.peak_bytes = 0  # of the device, as seen before each sleep and each sync
         model = empty_model(spec.folder, spec.dtype)
         self.expected = shapes_of(named_weights(model))
-        cache = int(spec.cache_gib * 2**30) if spec.cache_gib else cache_bytes(
-            model.shape, spec.dtype.itemsize, spec.slots, spec.max_len, spec.tensor_parallel)
+        cache = cache_bytes(model.shape, spec.dtype.itemsize, spec.slots, spec.max_len, spec.tensor_parallel,
+                            spec.cache_gib)
         with undisturbed(spec.device):
             llm, self.params = import_vllm(spec.device)
             try:

@@ -171,7 +171,6 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     if path is None:
         ready = checks.before_run(cfg, checks.Ready(decided, learner, bare_engine, task))
         checks.require_checks(ready.checks)
-        decided, learner = ready.cfg, ready.learner
         dist.barrier()  # every rank has looked at the folder before one writes into it
         log.create(cfg, resume, learner.device, list_choices(cfg, decided), files)
     else:
@@ -180,7 +179,7 @@ def prepare(cfg: Config, resume: Resume) -> Run:
         log.resume(saved["step"], cfg)
     engine.sync(learner.policy)
     log.unlogged["time/start"] = clock.metrics()["time/step"]
-    return Run(replace(parts, cfg=decided, learner=learner), checkpoints, log, inputs)
+    return Run(parts, checkpoints, log, inputs)
 
 
 def assemble(cfg: Config, task: data.Task, weights: Weights, first: int) -> tuple[Parts, Engine]:
@@ -312,10 +311,15 @@ def log_step(run: Run, step: int, rolled: Rolled, batch: Batch, measured: Metric
 def main() -> int:
     args = commands.of_train(__doc__)
     if args.settings is not None:
-        from leaves.page.show import describe_settings
-        return exit_status(lambda: print(describe_settings(args.settings)))
+        return exit_status(partial(show_settings, args.settings))
     return exit_status(
         partial(run_command, args), lambda: how_to_go_on(Path(config.load(args.config, args.set).out)))
+
+
+def show_settings(section: str) -> None:
+    from leaves.page.show import describe_settings
+
+    print(describe_settings(section))
 
 
 def run_command(args: argparse.Namespace) -> int | None:
@@ -335,7 +339,7 @@ def run_command(args: argparse.Namespace) -> int | None:
         task = load_task(cfg)
         decided = resolve_auto(cfg, task.source)
         parts, engine = assemble(decided, task, leaves.through("weights", cfg, Weights()), 0)
-        ready = checks.before_run(cfg, checks.Ready(decided, parts.learner, engine, task, shown=True))
+        ready = checks.before_run(cfg, checks.Ready(decided, parts.learner, engine, task))
         return checks.print_checks(ready.checks)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and args.resume == "never":
         raise ConfigError("torchrun --max-restarts needs --resume auto: begin, or go on after a restart")

@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import torch
 from common import ROOT, append, cell, timed
-from shapes import PEAKS, ask, draw_weights, engine_spec, flop, pass_seconds, predict_sync, write_config
+from shapes import PEAKS, ask, draw_weights, engine_spec, flop, predict_sync, write_config
 from step import seconds_of, take_step, weights_of
 from torch import Tensor
 
@@ -36,7 +36,7 @@ from infra import device as hardware
 from infra.choices import resolve_auto
 from infra.weights import read_shape
 from learner import Learner, build_learner, load_sharded
-from leaves.fit import counts, memory
+from leaves.fit import counts, fit
 from metrics import Clock, memory_metrics, used_bytes
 from model import BACKENDS, ChunkedLogProb, Decoder, log_prob, logits_gradient
 from prune import keep_largest
@@ -120,10 +120,9 @@ class Bench:
             f"data.max_prompt_tokens={size.prompt}", f"rollout.max_new_tokens={planned}",
             "eval.max_new_tokens=8", "rollout.engine=torch", "loss.kl=0", "update.epochs=1",
             "optim.warmup_steps=0", *changes])
-        here = hardware.Machine.here(self.device)
-        cfg, remarks = memory.choose_settings(cfg, read_shape(self.folder), here, {})
-        print("".join(f"  {line}\n" for line in remarks), end="", flush=True)
-        return cfg
+        here = fit.try_on(cfg, read_shape(self.folder), hardware.Machine.here(self.device))
+        print("".join(f"  {line}\n" for line in here.remarks), end="", flush=True)
+        return here.cfg
 
     def learner(self, cfg: config.Config) -> Learner:
         return build_learner(cfg, self.folder, self.device, weights_of(cfg))
@@ -218,7 +217,7 @@ def machine(bench: Bench) -> None:
     x = torch.randn(width, width, dtype=HALF, device=bench.device)
     _, *seconds = repeated(lambda: [x @ x for _ in range(times)], 3)
     speed = 2 * width**3 * times / min(seconds)
-    details = [f"{hardware.total_bytes(bench.device) / GIB:.1f} GiB"]
+    details = [f"{hardware.Machine.here(bench.device).free / GIB:.1f} GiB free"]
     if bench.cuda:
         details.append("driver " + said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"))
     details += [f"{os.cpu_count()} cores", f"torch {torch.__version__}",
@@ -350,11 +349,9 @@ def one_update(bench: Bench, cfg: config.Config, keep: int) -> dict:
     segments = [row.segments for row in rows]
     # Counted for rows as long as the longest of these.
     longest = replace(cfg, pack=config.Pack(max(len(row.ids_T) for row in rows)))
-    counted = counts.update_bytes(longest, learner.policy.shape, dist.world_size())
+    counted = sum(counts.phases(longest, learner.policy.shape, dist.world_size())["update"].values())
     tokens = measured[0]["pack/tokens"]
     return {"rows": len(rows), "tokens": tokens, "first s": first, "seconds": seconds,
-            "passes predicted s": pass_seconds(
-                learner.policy, counts.adapter(cfg), segments, scored, bench.name),
             "tokens/s": tokens / median(seconds),
             **bench.speed(flop(learner.policy, segments, scored), median(seconds)),
             "GiB": bench.peak_gib(), "GiB counted": counted / GIB,
@@ -377,7 +374,7 @@ def step(bench: Bench) -> None:
     learner, engine = train.load_models(cfgs[0], task, weights_of(cfgs[0]))
     engine.sync(learner.policy)
     for cfg in cfgs:
-        if counts.adapter(cfg).rank is not None:
+        if counts.adapter(cfg):
             learner = with_loss = None  # makes room
             learner = bench.learner(cfg)
             engine.sync(learner.policy)

@@ -1,8 +1,6 @@
 """Make models of known shapes with random weights, and count what a pass through one computes and moves.
 
-Nothing is downloaded and no weights are written. From the counts `pass_seconds` predicts how long the passes
-of an update take on a GPU of known peaks; bench/gpu.py prints it beside the seconds measured, and
-tests/test_fake_gpu.py holds the counts to a traced update.
+Nothing is downloaded and no weights are written. tests/test_fake_gpu.py holds the counts to a traced update.
 """
 
 import json
@@ -14,8 +12,6 @@ import torch
 from infra import dist
 from infra.device import choose_backend, parameters
 from infra.weights import Shape, read_shape
-from leaves.fit import counts
-from leaves.lora.settings import Lora
 from model import Decoder, empty_model
 from records import EngineSpec, Prompt, Request, Segments
 
@@ -52,8 +48,7 @@ OF_FAMILY = {
 UNTIED = ("7B", "32B", "olmo", "glm")
 # By a word of a GPU's name: FLOP/s in bfloat16, dense, and bytes/s of its memory, as its maker gives them.
 PEAKS = {"H200": (989e12, 4.8e12), "H100": (989e12, 3.35e12), "A100": (312e12, 2.04e12)}
-# Shares of a peak that are assumed to be reached, by large products, by attention, and by elementwise work.
-PRODUCTS, ATTENTION, MEMORY = 0.8, 0.3, 0.85
+MEMORY = 0.85  # the share of a memory's peak that elementwise work is assumed to reach
 # Seconds for vLLM to fall asleep and to map its weights and its cache: of a log in its issue 29341.
 SLEEP, WAKE_WEIGHTS, WAKE_CACHE = 0.05, 0.07, 0.02
 
@@ -134,42 +129,6 @@ def attention_flop(policy: Decoder, rows: list[Segments]) -> float:
 def flop(policy: Decoder, rows: list[Segments], scored: int) -> float:
     tokens = sum(sum(row.queries) for row in rows)
     return product_flop(policy, tokens, scored) + attention_flop(policy, rows)
-
-
-def layer_bytes(shape: Shape, lora: Lora, tokens: int, keys: int, element: int) -> tuple[float, float]:
-    """Count the bytes that a layer's kernels beside products and attention read and write, forward and
-    backward."""
-    D, inner = tokens * shape.hidden_size, tokens * shape.intermediate_size
-    rotated = tokens * (shape.heads + shape.kv_heads) * shape.head_dim
-    gathered = keys * shape.kv_heads * shape.head_dim
-    forward = 10 * D + 5 * inner + 10 * rotated + 4 * gathered
-    backward = 25 * D + 9 * inner + 10 * rotated + 8 * gathered
-    if lora.rank:  # the gradient of what a layer reads is a sum of two; norms are frozen
-        inputs = sum(width for width, _ in counts.adapted_sizes(shape, lora))
-        backward += 3 * tokens * inputs - 4 * D
-    return element * forward, element * backward
-
-
-def head_bytes(shape: Shape, tokens: int, element: int) -> tuple[float, float]:
-    """Count the same of the log-probs of so many tokens: of their logits in float32."""
-    logits = tokens * shape.vocab_size
-    return 16 * logits, (16 + 8 + 4 + element) * logits
-
-
-def pass_seconds(policy: Decoder, lora: Lora, rows: list[Segments], scored: int, name: str) -> float | None:
-    """Predict the seconds of passes in bfloat16 on one GPU; None where blocks are computed again, or where
-    PEAKS does not know the GPU by its name."""
-    known = [peaks for word, peaks in PEAKS.items() if word in name]
-    if not known or policy.checkpoint_blocks != "none":
-        return None
-    flops, bandwidth = known[0]
-    tokens, keys = (sum(sum(getattr(row, side)) for row in rows) for side in ("queries", "keys"))
-    moved = policy.shape.layers * sum(layer_bytes(policy.shape, lora, tokens, keys, 2))
-    moved += sum(head_bytes(policy.shape, scored, 2))
-    if not lora.rank:  # each chunk of logits adds to the head's gradient
-        moved += 8 * policy.head_VD.numel() * scored / policy.logp_chunk
-    return (product_flop(policy, tokens, scored) / (PRODUCTS * flops)
-            + attention_flop(policy, rows) / (ATTENTION * flops) + moved / (MEMORY * bandwidth))
 
 
 def predict_sync(shape: Shape, name: str) -> float | None:

@@ -24,12 +24,11 @@ class Ready:
     learner: Any     # learner.Learner
     engine: Any      # rollout.Engine
     task: Any        # data.Task
-    shown: bool = False  # by --check, which makes slow checks too
     checks: tuple[Check, ...] = ()
 
 
 def before_run(cfg: Config, ready: Ready) -> Ready:
-    """Let leaves check a run, and make its rows longer. Collective; the engine needs another sync."""
+    """Let leaves check a run. Collective; the engine needs another sync."""
     return leaves.through("before_run", cfg, ready)
 
 

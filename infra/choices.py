@@ -35,34 +35,24 @@ def resolve_auto(cfg: Config, source: Path, saved: dict | None = None) -> Config
     Args:    source  folder of the model
              saved   as in Choice
     """
-    device = dist.init(find_device(cfg.device))
-    machine, saved = Machine.here(device), saved or {}
-    choice = Choice(choose_simply(cfg, machine, saved), machine, read_shape(source), saved)
+    device, saved = dist.init(find_device(cfg.device)), saved or {}
+    choice = choose_kernels(cfg, Machine.here(device), read_shape(source), saved)
     choice = leaves.through("decide", cfg, choice)
-    named = [f"{key}={value}" for key, value in list_choices(cfg, choice.cfg).items()]
-    if named:
-        dist.say(f"chosen here: {', '.join(named)}")
+    decided = choose_simply(choice)
+    chosen = list_choices(cfg, decided)
+    if chosen:
+        dist.say("chosen here: " + ", ".join(f"{key}={value}" for key, value in chosen.items()))
     for line in choice.remarks:
         dist.say(line)
-    return choice.cfg
+    was = [f"{key}={saved[key]}" for key, value in chosen.items()
+           if key not in ("device", "rollout.sleep") and saved.get(key, value) != value]
+    if was:
+        dist.say(f"from here on not the same run bit for bit: {', '.join(was)} before, "
+                 "which cannot run here")
+    return decided
 
 
-def choose_simply(cfg: Config, machine: Machine, saved: dict) -> Config:
-    """Choose without a count of memory (leaves/fit): the engine sleeps, rows are of moderate length, and a
-    GPU recomputes every block."""
-    here = choose_kernels(cfg, machine, saved)
-    if cfg.rollout.sleep == "auto":
-        here = with_value(here, "rollout.sleep", "always")
-    least, most = row_range(cfg, machine.ranks)
-    how, capacity = cfg.model.checkpoint_blocks, cfg.pack.capacity
-    if how == "auto":
-        how = saved.get("model.checkpoint_blocks", "all" if machine.device.type == "cuda" else "none")
-    if capacity == "auto":
-        capacity = saved.get("pack.capacity", max(least, min(most, ENOUGH_TOKENS)))
-    return with_rows(here, how, capacity)
-
-
-def choose_kernels(cfg: Config, machine: Machine, saved: dict) -> Config:
+def choose_kernels(cfg: Config, machine: Machine, shape: Shape, saved: dict) -> Choice:
     """Choose the dtype, the attention, the engine and its slots, of which it needs no more than it is asked
     for. `saved` choices are taken again if they can run here, so that a resumed run stays the same run."""
     def pick(key: str, able: list) -> str:
@@ -71,7 +61,7 @@ def choose_kernels(cfg: Config, machine: Machine, saved: dict) -> Config:
             return wanted
         return saved[key] if saved.get(key) in able else able[0]
 
-    device = machine.device
+    device, remarks = machine.device, []
     name = pick("model.dtype", ["bfloat16", "float32"] if device.type == "cuda" else ["float32", "bfloat16"])
     dtype = getattr(torch, name)
     attention = choose_backend(pick("model.attention", list_backends(device, dtype)), device, dtype)
@@ -82,7 +72,27 @@ def choose_kernels(cfg: Config, machine: Machine, saved: dict) -> Config:
     slots = min(cfg.rollout.slots, sequences_asked(here, machine.ranks))
     if saved.get(REQUESTED, {}).get("rollout.slots", cfg.rollout.slots) == cfg.rollout.slots:
         slots = saved.get("rollout.slots", slots)
-    return with_value(here, "rollout.slots", slots)
+    if machine.no_cuda and cfg.device == "auto":
+        remarks.append(f"device=cpu: {machine.no_cuda}")
+    if device.type == "cuda" and cfg.rollout.engine == "auto" and machine.no_vllm:
+        remarks.append(f"rollout.engine=torch, the embedded one: {machine.no_vllm}")
+    return Choice(with_value(here, "rollout.slots", slots), machine, shape, saved, tuple(remarks))
+
+
+def choose_simply(choice: Choice) -> Config:
+    """Choose what is still left to `auto` as the checkpoint has it, or without a count of memory
+    (leaves/fit): the engine sleeps, rows are of moderate length, and a GPU recomputes every block."""
+    cfg, machine = choice.cfg, choice.machine
+    least, most = row_range(cfg, machine.ranks)
+    simple = {
+        "rollout.sleep": "always",
+        "model.checkpoint_blocks": "all" if machine.device.type == "cuda" else "none",
+        "pack.capacity": max(least, min(most, ENOUGH_TOKENS)),
+    }
+    for key, value in simple.items():
+        if flatten(cfg)[key] == "auto":
+            cfg = with_value(cfg, key, choice.saved.get(key, value))
+    return cfg
 
 
 def list_choices(cfg: Config, decided: Config) -> dict:

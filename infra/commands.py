@@ -82,7 +82,7 @@ def refuse_early(args: argparse.Namespace) -> None:
     try:
         if args.config:
             config.load(args.config, args.set)
-    except ConfigError as error:
+    except (ConfigError, ModuleNotFoundError) as error:  # the latter: of a leaf that is gone
         with redirect_stderr(Plain(sys.stderr)):
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -6,7 +6,7 @@ import os
 import shutil
 import sysconfig
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def why_no_cuda() -> str:
     devices, processes = torch.cuda.device_count(), local_processes()
     if 0 < devices < processes:
         return f"the machine has {devices} CUDA devices to {processes} processes; start fewer"
-    if not DRIVER.is_file() or os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
+    if devices or not DRIVER.is_file() or os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
         return ""
     return f"there is a GPU, but {WRONG_BUILD if torch.version.cuda is None else OLD_DRIVER}"
 
@@ -122,7 +122,7 @@ class Machine:
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]
         else:
-            free = total_bytes(device) / local_processes()
+            free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local_processes()
         lacking = why_no_vllm(device)
         if dist.max_over_ranks(bool(lacking)):
             lacking = lacking or "another rank's machine does not have it"
@@ -178,22 +178,16 @@ def engine_spec(cfg: Config, device: torch.device, tokenizer: Tokenizer, longest
 
 
 def fit_engine(wanted: str, spec: EngineSpec) -> tuple[str, EngineSpec]:
-    """Choose the engine of an evaluation, and slots that fit, as `resolve_auto` for training. Collective.
-
-    Raises ConfigError for options of vLLM's if the embedded engine samples.
-    """
+    """Choose the engine of an evaluation, and slots that fit, as `resolve_auto` for training. Collective."""
     machine, shape = Machine.here(spec.device), read_shape(spec.folder)
     kind = machine.engines(spec.dtype)[0] if wanted == "auto" else wanted
-    if kind == "torch" and (spec.tensor_parallel > 1 or spec.cache_gib):
-        raise ConfigError("rollout.tensor_parallel and rollout.cache_gib are vLLM's, and the embedded engine "
-                          "samples here; leave them out, or set rollout.engine=vllm")
     spread = spec.tensor_parallel if kind == "vllm" else 0
 
     def needed(slots: int) -> float:
         parts = engine_parts(shape, spec.dtype.itemsize, slots, spec.max_len, spread, spec.cache_gib)
         return sum(parts.values())
 
-    slots = slots_that_fit(spec.slots, USABLE_SHARE * machine.free, needed)
+    slots = largest_that_fits(range(1, spec.slots + 1), USABLE_SHARE * machine.free, needed) or 1
     if (wanted, spec.slots) != (kind, slots):
         dist.say(f"chosen here: rollout.engine={kind}, rollout.slots={slots}")
     if machine.no_cuda:
@@ -201,33 +195,32 @@ def fit_engine(wanted: str, spec: EngineSpec) -> tuple[str, EngineSpec]:
     return kind, replace(spec, slots=slots)
 
 
-def slots_that_fit(wanted: int, room: float, needed: Callable[[int], float]) -> int:
-    """Return the most slots up to `wanted` that there is room for, in bytes; at least one."""
-    return max(1, bisect_right(range(1, wanted + 1), room, key=needed))
+def largest_that_fits(sizes: Sequence[int], room: float, needed: Callable[[int], float]) -> int:
+    """Return the largest of ascending sizes that there is room for, in bytes; 0 if there is none."""
+    fitting = bisect_right(sizes, room, key=needed)
+    return sizes[fitting - 1] if fitting else 0
 
 
 def engine_parts(shape: Shape, element: int, slots: int, max_len: int, tensor_parallel: int,
                  cache_gib: float | None = None) -> Parts:
-    """Count an engine's weights, its cache and what it draws from. The cache has a given size, or room for
-    every slot. tensor_parallel=0 is the embedded engine."""
-    if cache_gib:
-        cache = int(cache_gib * 2**30)
-    else:
-        cache = cache_bytes(shape, element, slots, max_len, tensor_parallel)
+    """Count an engine's weights, its cache and what it draws from. tensor_parallel=0 is the embedded one."""
     # Logits and log-probs in float32; probabilities and their sums in float64.
     return {
         "engine's weights": parameters(shape) * element // max(1, tensor_parallel),
-        "KV cache": cache,
+        "KV cache": cache_bytes(shape, element, slots, max_len, tensor_parallel, cache_gib),
         "what tokens are drawn from": 24 * slots * shape.vocab_size,
     }
 
 
-def cache_bytes(shape: Shape, element: int, slots: int, max_len: int, tensor_parallel: int) -> int:
-    """Count one rank's KV cache with room for every slot at full length.
+def cache_bytes(shape: Shape, element: int, slots: int, max_len: int, tensor_parallel: int,
+                cache_gib: float | None = None) -> int:
+    """Count one rank's KV cache, which has a given size, or room for every slot at full length.
 
     vLLM has blocks of up to 128 tokens, and one block more. The embedded engine (tensor_parallel=0) has each
     prompt once, here as many as slots, and the layer that is being multiplied once more in float32.
     """
+    if cache_gib:
+        return int(cache_gib * 2**30)
     token = 2 * shape.layers * shape.kv_heads * shape.head_dim * element
     if not tensor_parallel:
         widened = token * 4 // element // shape.layers
@@ -239,7 +232,7 @@ def cache_bytes(shape: Shape, element: int, slots: int, max_len: int, tensor_par
 
 def parameters(shape: Shape) -> int:
     """Count the weights of a decoder of this shape."""
-    return table_weights(shape) + shape.layers * block_weights(shape) + shape.hidden_size
+    return table_weights(shape) + shape.layers * block_weights(shape)
 
 
 def table_weights(shape: Shape) -> int:
@@ -248,19 +241,6 @@ def table_weights(shape: Shape) -> int:
 
 
 def block_weights(shape: Shape) -> int:
-    """Count the weights of one block (model.Block)."""
-    width, query, key = shape.hidden_size, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    weights = 2 * width * (query + key) + 3 * width * shape.intermediate_size  # attention, MLP
-    weights += shape.qkv_bias * (query + 2 * key) + shape.out_bias * width
-    if shape.qk_norm:
-        weights += 2 * shape.head_dim if shape.qk_norm == "head" else query + key
-    return weights + width * len(list(filter(None, shape.family.norms)))
-
-
-def total_bytes(device: torch.device) -> float:
-    """Return the bytes of the smallest GPU, or of the smallest machine's memory. Collective."""
-    if device.type == "cuda":
-        total = torch.cuda.mem_get_info(device)[1]
-    else:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return -dist.max_over_ranks(-total)
+    """Count the weights of one block's linear layers; norms and biases are less than a thousandth."""
+    heads = shape.heads + shape.kv_heads
+    return shape.hidden_size * (2 * heads * shape.head_dim + 3 * shape.intermediate_size)

@@ -43,7 +43,8 @@ def exit_status(
         except (ConfigError, VerifyError) as error:
             status, said, remedy = 2, f"error: {error}", str
         except ModuleNotFoundError as error:  # of a library for names on the hub, or of a leaf that is gone
-            status, said, remedy = 2, f"error: {error}, which this command needs; install it", str
+            missing = "put that folder back" if str(error.name).startswith("leaves.") else "install it"
+            status, said, remedy = 2, f"error: {error}, which this command needs; {missing}", str
         except torch.OutOfMemoryError as error:
             why = str(error).partition("\n")[0]
             status, said = 2, f"error: out of memory ({why}); {SAVE_MEMORY}; "

@@ -24,8 +24,9 @@ WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def find_model(path: str) -> Path:
-    """Return the folder of a model, which is downloaded if `path` is a hub name. Raises ConfigError."""
+def find_model(path: str, files: tuple[str, ...] = ("*.json", "*.jinja", "*.safetensors")) -> Path:
+    """Return the folder of a model. If `path` is a hub name, these files are downloaded. Raises
+    ConfigError."""
     folder = find_path(path)
     if (folder / "extra.pt").is_file():
         raise ConfigError(f"model.path={path} is a checkpoint, not a Hugging Face folder; make one of it by "
@@ -39,7 +40,7 @@ def find_model(path: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(path, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
+        return Path(snapshot_download(path, allow_patterns=files))
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError) as error:
         raise ConfigError(f"model.path={path!r} is no folder, and could not be downloaded from the hub: "
                           f"{in_short(error)}") from error

@@ -39,7 +39,7 @@ LEAVES = {
     "drafts": ["rollout.drafts"],                                          # completions of the last epoch
     "votes": ["labels=votes"],                                             # OptPO: no labels
     "windows": ["windows"],                                                # T-PPO; groups that go on or wait
-    "fit": [],         # choices by memory, which is measured before a run; --fit
+    "fit": [],         # choices by counted memory; --fit
     "preflight": [],   # checks before a run; --check
     "page": [],        # the summary of a run, reports, --show
     "trackers": ["log.to", "log.project"],                                 # Weights & Biases, TensorBoard

@@ -9,8 +9,7 @@ run, in bfloat16, on the first rank of a process group that sends nothing. Each 
 Traces of one layer and of all differ by layers alone, which gives the backward pass of one layer. Prints JSON. It is a
 process of its own, because nothing can take back the device and the group.
 
-A kernel is an op on the device that is no view; norms and SiLU are one as on CUDA, and logsumexp is four. Bytes are
-what ops read and write, matrix products and attention apart.
+A kernel is an op on the device that is no view; norms and SiLU are one as on CUDA, and logsumexp is four.
 
 Dimension key:  N groups per step,  G completions per group,  C completion tokens of one packed row.
 """
@@ -73,12 +72,6 @@ PHASES = {inspect.unwrap(function).__code__: name for function, name in (
     (PassSums.metrics, "metrics of the step"))}
 PART_OF = {Block.forward.__code__: "layers", ChunkedLogProb.forward.__code__: "head"}
 FUSED = ("_fused_rms_norm", "_fused_rms_norm_backward", "silu_backward")  # one op on CUDA, elsewhere many
-# Kernels, and how often they read or write their argument. logsumexp: maximum, difference, exp, sum. softmax reads it
-# three times, for maximum, sum and result, where a row is too long for a GPU's shared memory.
-PASSES = {"logsumexp": (4, 6), "_softmax": (1, 4), "_log_softmax": (1, 4)}
-GATHERS = ("gather", "index", "index_select", "embedding")  # read no more than they write
-SCATTERS = ("scatter_", "scatter_add_", "index_add_", "index_put_")  # touch as much as their last argument
-FILLS = ("zeros_like", "ones_like", "new_zeros", "zero_", "fill_")  # read nothing
 LARGE = 2**27  # bytes of a result
 VALUES_ASKED_FOR = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
 LIBRARY = torch.library.Library("aten", "IMPL")  # forgets its ops when it is collected
@@ -119,14 +112,7 @@ def work_of(func, args: tuple, out) -> Counter:
     if func._overloadpacket in flop_registry:
         flop = flop_registry[func._overloadpacket](*given, out_val=out)
         return Counter({"kernels": 1, "flop": flop, f"flop in {given[-1].dtype}": flop})
-    if name in PASSES:
-        kernels, passes = PASSES[name]
-        return Counter(kernels=kernels, bytes=passes * bytes_of(args))
-    if name in SCATTERS:
-        return Counter(kernels=1, bytes=3 * bytes_of(args[-1]))
-    written = bytes_of(out)
-    read = written if name in GATHERS else 0 if name in FILLS else bytes_of(args[name == "copy_":])
-    return Counter(kernels=1, bytes=read + written)
+    return Counter(kernels=4 if name == "logsumexp" else 1)
 
 
 def where() -> tuple[str, str, str]:
@@ -273,8 +259,6 @@ PHASES[require_sync.__code__] = "sync"
 
 def figures(cfg: config.Config, one: Trace, whole: Trace) -> dict:
     """Compute what is printed and the tests read, for one row, from traces of one layer and of all."""
-    given = cfg, whole.policy.shape, dist.world_size()
-    held = sum(counts.held_parts(*given).values()) + counts.gradient_bytes(*given)
     rows, policy, layers, autograd = whole.rows, whole.policy, whole.policy.shape.layers, ("backward", "rest")
     scored = sum(len(row.target_C) for row in rows) / len(rows)
     chunks = sum(-(-len(row.target_C) // policy.logp_chunk) for row in rows) / len(rows)
@@ -292,29 +276,21 @@ def figures(cfg: config.Config, one: Trace, whole: Trace) -> dict:
                 "head, forward": whole.mean(name, ("forward", "head")) / chunks,
                 "head, backward": whole.mean(name, ("backward", "head")) / chunks}
 
-    element, keys = 2, len(rows[0].segments.key_K)
-    layer = shapes.layer_bytes(policy.shape, counts.adapter(cfg), len(rows[0].ids_T), keys, element)
-    of_chunk = shapes.head_bytes(policy.shape, scored / chunks, element)
     head, head_backward, of_layers = flop(("forward", "head")), flop(("backward", "head")), flop(("forward", "layers"))
     gradients = head * (2 if policy.head_VD.requires_grad else 1)  # of the head: one product, and one for its own
     products = {name for place, work in whole.device.work.items() for name in work
                 if name.startswith("flop in ") and place[0] != "sync"}
+    row = counts.row_parts(cfg, policy.shape, len(rows[0].ids_T), len(rows[0].segments.key_K))
     return {
         "layers": layers, "ranks": dist.world_size(), "passes": len(rows), "tokens": len(rows[0].ids_T),
-        "scored": scored, "logits": scored * policy.shape.vocab_size / chunks,  # of a chunk
         "waits": [[*place, count] for place, count in whole.device.waits.items() if count and place[1] != "sync"],
         "log_probs": [*whole.log_probs], "unlike": whole.unlike, "products": sorted(products),
-        "kernels": work("kernels"), "bytes": work("bytes"),
+        "kernels": work("kernels"),
         # What the head's backward pass has more than its gradients is its forward pass again.
         "flop": of_layers + flop(autograd) + head + min(head_backward, gradients),
         "formula": shapes.flop(policy, [row.segments for row in rows], scored * len(rows)) / len(rows),
-        "predicted": {"layer, forward": layer[0], "layer, backward": layer[1],
-                      "layer, recomputed": layer[0] * (policy.checkpoint_blocks == "all"),
-                      "head, forward": of_chunk[0], "head, backward": of_chunk[1]},
         "peak": whole.device.peak,
-        "counted": held + sum(counts.pass_parts(counts.Pass(
-            policy.shape, len(rows[0].ids_T), len(rows[0].segments.key_K), 2, policy.checkpoint_blocks,
-            policy.logp_chunk, fused=True, lora=counts.adapter(cfg), entropy=cfg.loss.entropy > 0)).values()),
+        "counted": sum((counts.phases(cfg, policy.shape, dist.world_size())["update"] | row).values()),
         "again": {"head": (head_backward - gradients) / head, "layers": flop(("backward", "recomputed")) / of_layers},
     }
 

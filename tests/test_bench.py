@@ -21,13 +21,13 @@ import step
 import torch
 import try_method
 from conftest import ROOT
+from test_device import small
 
 import config
 from advantage import flat_groups
 from config import ConfigError
 from infra import device as hardware
 from infra import dist
-from leaves.fit.test_memory import small
 from leaves.lora import join as lora
 from leaves.lora.settings import Lora
 from model import Decoder
@@ -242,17 +242,6 @@ def test_flop_count_what_tokens_meet():
     blocks = 2 * (4 * 128 + 6 * 3 * 58) - 2 * (32 + 3 * 3 * 4)
     assert shapes.flop(policy, [row], 4) == blocks * 7 + 4 * 40 * 4 + attention
 
-
-def test_the_passes_of_an_update_are_predicted_for_gpus_of_known_peaks_below_these():
-    """Not where blocks are computed again."""
-    with torch.device("meta"):
-        policy = Decoder(small())
-    row = SimpleNamespace(queries=(5, 2), keys=(5, 5))
-    h100, h200 = (shapes.pass_seconds(policy, Lora(), [row], 4, f"NVIDIA {name}") for name in ("H100 80GB", "H200"))
-    assert h100 > h200 > shapes.flop(policy, [row], 4) / 989e12
-    assert shapes.pass_seconds(policy, Lora(), [row], 4, "NVIDIA L4") is None
-    policy.checkpoint_blocks = "all"
-    assert shapes.pass_seconds(policy, Lora(), [row], 4, "H100") is None
 
 
 def ran(name: str, *given: str) -> dict:

@@ -46,6 +46,16 @@ def main(monkeypatch, *arguments: str | Path) -> int:
     return train.main()
 
 
+@pytest.mark.parametrize(("words", "module"), [
+    (["--settings"], "leaves.page.show"), (["--config", "cppo_toy.yaml", "--show"], "leaves.page.show"),
+    (["--config", "cppo_toy.yaml", "--fit"], "leaves.fit.fit")])
+def test_a_command_of_a_leaf_that_is_gone_is_one_line(words, module, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, module, None)
+    assert main(monkeypatch, *words) == 2
+    line, = capsys.readouterr().err.splitlines()
+    assert module in line and line.endswith("which this command needs; put that folder back")
+
+
 def without_times(folder) -> list[dict]:
     return [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))}
             for line in runfolder.read_log(folder / "metrics.jsonl")]
@@ -106,8 +116,8 @@ def test_what_was_left_to_auto_is_printed_written_down_saved_and_taken_again(tmp
     memory = pytest.importorskip("leaves.fit.memory")
     cfg = toy_config(tmp_path / "run", "checkpoint.every=1", "model.dtype=auto", *SHORT)
     with monkeypatch.context() as patch:
-        patch.setattr(memory, "slots_that_fit", lambda *given: 3)
-        patch.setattr(memory, "update_bytes", lambda cfg, *given: {"none": 1e18}.get(cfg.model.checkpoint_blocks, 0))
+        patch.setattr(memory, "used", lambda cfg, choice, *phases: 1e18 * (
+            cfg.model.checkpoint_blocks == "none" or phases == ("rollout",) and cfg.rollout.slots > 3))
         patch.setattr(train, "asked_to_stop", lambda stop: True)
         with pytest.raises(KeyboardInterrupt):
             train.train(cfg)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import PUBLISHED, ROOT, TOY, ask, toy_config
+from test_device import GIB, gpu
 
 import config
 import eval as evaluation
@@ -20,8 +21,7 @@ import train
 from config import ConfigError
 from infra import device as hardware
 from infra import dist, results, runfolder
-from leaves.fit import fit, memory
-from leaves.fit.test_memory import GIB, gpu
+from leaves.fit import fit
 from policy import Weights
 from records import EngineSpec
 from rollout_vllm import VLLMEngine
@@ -165,7 +165,7 @@ def noting(start, seen: list[str]):
 def plan(name: str, ranks: int) -> EngineSpec:
     """The engine of a published config on so many GPUs of 80 GB, as train.py starts it."""
     asked = config.load(name, ["rollout.engine=vllm"])
-    cfg, _ = memory.choose_settings(asked, fit.find_shape(asked.model.path), gpu(79, ranks), {})
+    cfg = fit.try_on(asked, fit.find_shape(asked.model.path), gpu(79, ranks)).cfg
     taken = []
     learner = SimpleNamespace(dtype=torch.bfloat16, backend="varlen")
     with pytest.MonkeyPatch.context() as patch:

@@ -204,7 +204,7 @@ def test_auto_takes_the_engine_that_has_drafts_and_counts_their_keys(tmp_path):
     with_drafts = resolve_auto(cfg, TOY)
     assert with_drafts.rollout.engine == "torch"
     shape = rollout.empty_model(TOY, torch.float32).shape
-    parts, without = (counts.sampling_parts(c, shape, 4) for c in (
+    parts, without = (counts.sampling_parts(c, shape) for c in (
         with_drafts, replace(with_drafts, rollout=replace(with_drafts.rollout, drafts=False))))
     assert parts["KV cache"] == 2 * without["KV cache"]
 

@@ -1,136 +1,105 @@
-"""Choose the settings that a config leaves to `auto`: compare the machine's memory with the bytes that
-leaves/fit/counts.py counts."""
+"""Choose the settings that a config leaves to `auto` by the memory there is (leaves/fit/counts.py)."""
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
-from config import Config, ConfigError, with_value
-from infra.choices import (
-    ENOUGH_TOKENS,
-    Choice,
-    choose_kernels,
-    list_choices,
-    row_range,
-    sequences_asked,
-    with_rows,
-)
-from infra.device import USABLE_SHARE, Machine, slots_that_fit
-from infra.weights import Shape
-from leaves.fit.counts import phases, planned_share, rollout_parts, update_bytes
+from config import Config, with_value
+from infra.choices import ENOUGH_TOKENS, Choice, choose_simply, row_range, sequences_asked, with_rows
+from infra.device import USABLE_SHARE, largest_that_fits
+from leaves.fit.counts import phases
 from model import BLOCK_CALLS
 
-OVERCOUNT = 1.3  # the count is at most so many times an update's bytes (tests/test_fake_gpu.py)
 ROW_STEP = 256    # tokens; rows grow in steps of it
 
 
+def used(cfg: Config, choice: Choice, *names: str) -> float:
+    """Count the bytes on a rank at the peak of the phases named, or of all."""
+    counted = phases(cfg, choice.shape, choice.machine.ranks)
+    return max(sum(counted[name].values()) for name in names or counted)
+
+
+def room(choice: Choice) -> float:
+    """Return the bytes that are planned with."""
+    return USABLE_SHARE * choice.machine.free
+
+
 def decide(cfg: Config, choice: Choice) -> Choice:
-    """Choose by counted bytes. Raises ConfigError if one sequence has by far no room."""
-    shape, machine = choice.shape, choice.machine
-    decided, remarks = choose_settings(cfg, shape, machine, choice.saved)
-    needed = update_bytes(decided, shape, machine.ranks)
-    if cfg.pack.capacity == "auto" and needed > OVERCOUNT * machine.free:
-        raise ConfigError(
-            f"pack.capacity=auto has no room for a row of one sequence ({decided.pack.capacity} tokens): an "
-            f"update is counted to need {needed / 2**30:.1f} GiB on a rank, and {machine.free / 2**30:.1f} "
-            "are free; train an adapter (model.lora.rank) or on more ranks, set optim.offload=true (CUDA), "
-            "or lower rollout.max_new_tokens or data.max_prompt_tokens; train.py --fit tells what helps")
-    return replace(choice, cfg=decided, remarks=(*remarks, *choice.remarks))
+    """Choose rows, recomputation, sleep and slots. A run that goes on takes those of its checkpoint again if
+    memory has room for them, so that it stays the same run; it may sleep now."""
+    here = next((again for again in taken_again(choice) if used(again, choice) <= choice.machine.free), None)
+    if here is None:
+        here = choose_sleep(choice)
+
+        def needed(slots: int) -> float:
+            return used(with_value(here, "rollout.slots", slots), choice, "rollout")
+
+        slots = largest_that_fits(range(1, here.rollout.slots + 1), room(choice), needed)
+        here = with_value(here, "rollout.slots", slots or 1)
+    return replace(choice, cfg=here, remarks=(*choice.remarks, *explain_choice(cfg, here, choice)))
 
 
-def choose_settings(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> tuple[Config, list[str]]:
-    """Replace every `auto` by a value, and slots by fewer if memory asks for it; returns remarks too.
-
-    `saved` choices are taken again if they can run here, so that a resumed run stays the same run.
-    """
-    here = choose_kernels(cfg, machine, saved)
-    slots = here.rollout.slots
-    here = choose_sleep(here, shape, machine, saved)
-    room = USABLE_SHARE * machine.free
-    needed = partial(rollout_parts, here, shape, machine.ranks)
-    most = slots_that_fit(slots, room, lambda count: sum(needed(count).values()))
-    here = with_value(here, "rollout.slots", most)
-    return here, list(explain_choice(cfg, here, shape, machine, saved))
+def taken_again(choice: Choice) -> Iterator[Config]:
+    """Yield the choices of the checkpoint that a run goes on from, and with an engine that sleeps."""
+    if choice.saved:
+        again = choose_simply(choice)
+        yield again
+        if choice.cfg.rollout.sleep == "auto":
+            yield with_value(again, "rollout.sleep", "always")
 
 
-def choose_sleep(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> Config:
+def choose_sleep(choice: Choice) -> Config:
     """Choose rollout.sleep, and with it the rows.
 
-    vLLM stays awake if it fits beside an update that hardly takes longer for it: one of a single row, or of
-    rows that are long enough and recompute no more. The embedded engine's memory is free once it has sampled.
+    vLLM stays awake if it fits beside an update that hardly takes longer for it: with rows that are as long,
+    or long enough, and blocks recomputed no more. The embedded engine's memory is free once it has
+    sampled.
     """
-    wanted, before = cfg.rollout.sleep, saved.get("rollout.sleep", "always" if saved else "auto")
-    asleep, awake = (choose_rows(with_value(cfg, "rollout.sleep", sleep), shape, machine, saved)
+    if choice.cfg.rollout.sleep != "auto":
+        return choose_rows(choice.cfg, choice)
+    asleep, awake = (choose_rows(with_value(choice.cfg, "rollout.sleep", sleep), choice)
                      for sleep in ("always", "never"))
-    if cfg.rollout.engine != "vllm" or wanted == "always" or (wanted == "auto" and before == "always"):
-        return asleep
-    if wanted == "never":
-        return awake
-    room = USABLE_SHARE * machine.free * (OVERCOUNT if before == "never" else 1)  # rows may be measured ones
-    needed = max(sum(parts.values()) for parts in phases(awake, shape, machine.ranks).values())
-    rows, how = awake.pack.capacity, awake.model.checkpoint_blocks
-    one_row = rows >= planned_share(cfg, machine.ranks) and how != "all"
-    alike = rows >= min(asleep.pack.capacity, ENOUGH_TOKENS) and how == asleep.model.checkpoint_blocks
-    return awake if needed <= room and (one_row or alike) else asleep
+    alike = (awake.pack.capacity >= min(asleep.pack.capacity, ENOUGH_TOKENS)
+             and awake.model.checkpoint_blocks == asleep.model.checkpoint_blocks)
+    fits = choice.cfg.rollout.engine == "vllm" and alike and used(awake, choice) <= room(choice)
+    return awake if fits else asleep
 
 
-def explain_choice(cfg: Config, here: Config, shape: Shape, machine: Machine, saved: dict) -> Iterator[str]:
-    """Say why a choice is not the expected one."""
-    slots, free = here.rollout.slots, machine.free / 2**30
-    if slots < min(cfg.rollout.slots, sequences_asked(here, machine.ranks)):
-        why = "as before" if slots == saved.get("rollout.slots") else f"{free:.1f} GiB have no room for more"
-        yield f"rollout.slots={slots}, not {cfg.rollout.slots}: {why}"
-    needed = update_bytes(here, shape, machine.ranks) / 2**30
-    if needed > free:
-        yield (f"an update is counted to need {needed:.1f} GiB on a rank, and {free:.1f} are free: train an "
-               "adapter (model.lora.rank) or on more ranks, lower pack.capacity or set optim.offload=true "
-               "(CUDA)")
-    if machine.no_cuda and cfg.device == "auto":
-        yield f"device=cpu: {machine.no_cuda}"
-    if machine.device.type == "cuda" and cfg.rollout.engine == "auto" and machine.no_vllm:
-        yield f"rollout.engine=torch, the embedded one: {machine.no_vllm}"
-    was = [f"{key}={saved[key]}" for key, value in list_choices(cfg, here).items()
-           if key not in ("device", "rollout.sleep") and saved.get(key, value) != value]
-    if was:
-        yield f"from here on not the same run bit for bit: {', '.join(was)} before, which cannot run here"
-
-
-def choose_rows(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> Config:
-    """Choose pack.capacity and model.checkpoint_blocks, if they are `auto`.
-
-    Rows are as long as memory has room for, and blocks recomputed as little as leaves rows that are long
-    enough. A run that goes on takes both again.
-    """
-    room, capacity, before = USABLE_SHARE * machine.free, cfg.pack.capacity, saved.get("pack.capacity")
-    ways, how_before = list(BLOCK_CALLS), saved.get("model.checkpoint_blocks")
+def choose_rows(cfg: Config, choice: Choice) -> Config:
+    """Choose pack.capacity and model.checkpoint_blocks, if they are `auto`: rows are as long as memory has
+    room for, and blocks recomputed as little as leaves rows that are long enough."""
+    ways, (least, most) = list(BLOCK_CALLS), row_range(cfg, choice.machine.ranks)
     if cfg.model.checkpoint_blocks != "auto":
         ways = [cfg.model.checkpoint_blocks]
-
-    def needed(how: str, tokens: int) -> int:
-        return update_bytes(with_rows(cfg, how, tokens), shape, machine.ranks)
-
-    if capacity != "auto":
-        fitting = [how for how in ways if needed(how, capacity) <= room] or ways[-1:]
-        return with_rows(cfg, how_before if how_before in fitting else fitting[0], capacity)
-    # A measured row may be longer than the count allows.
-    if before and how_before in ways and needed(how_before, before) <= OVERCOUNT * room:
-        return with_rows(cfg, how_before, before)
-    least, most = row_range(cfg, machine.ranks)
-    if machine.device.type == "cpu":  # longer rows gain nothing there, and memory is not ours alone
+    if choice.machine.device.type == "cpu":  # longer rows gain nothing there, and memory is not ours alone
         most = max(least, min(most, ENOUGH_TOKENS))
-    chosen, longest = ways[-1], 0
-    for how in ways:  # from no recomputation to all
-        tokens = longest_row(least, most, room, partial(needed, how))
-        if tokens >= min(ENOUGH_TOKENS, most):
-            return with_rows(cfg, how, tokens)
-        if tokens >= longest:
-            chosen, longest = how, tokens
-    return with_rows(cfg, chosen, longest or least)
-
-
-def longest_row(least: int, most: int, room: float, needed: Callable[[int], float]) -> int:
-    """Return the longest capacity that there is room for, in bytes; 0 if there is none."""
+    if cfg.pack.capacity != "auto":
+        least = most = cfg.pack.capacity
     sizes = [*range(least, most, ROW_STEP), most]
-    fitting = bisect_right(sizes, room, key=needed)
-    return sizes[fitting - 1] if fitting else 0
+    longest = 0
+    for how in ways:  # from no recomputation to all
+
+        def needed(tokens: int, how: str = how) -> float:
+            return used(with_rows(cfg, how, tokens), choice, "update")
+
+        tokens = largest_that_fits(sizes, room(choice), needed)
+        if tokens >= longest:
+            chosen, longest = with_rows(cfg, how, tokens or least), tokens
+        if longest >= min(ENOUGH_TOKENS, most):
+            break
+    return chosen
+
+
+def explain_choice(cfg: Config, here: Config, choice: Choice) -> Iterator[str]:
+    """Say why a choice is not the expected one."""
+    machine, slots = choice.machine, here.rollout.slots
+    if slots < min(cfg.rollout.slots, sequences_asked(here, machine.ranks)):
+        why = f"{machine.free / 2**30:.1f} GiB have no room for more"
+        if slots == choice.saved.get("rollout.slots"):
+            why = "as before"
+        yield f"rollout.slots={slots}, not {cfg.rollout.slots}: {why}"
+    needed = used(here, choice, "update")
+    if needed > machine.free:
+        yield (f"an update with rows of {here.pack.capacity} tokens is counted to need {needed / 2**30:.1f} "
+               f"GiB on a rank, and {machine.free / 2**30:.1f} are free: train an adapter (model.lora.rank) "
+               "or on more ranks, set optim.offload=true (CUDA), or lower pack.capacity, or for a shorter "
+               "sequence rollout.max_new_tokens or data.max_prompt_tokens; train.py --fit tells what helps")

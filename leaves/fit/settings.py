@@ -1,4 +1,4 @@
 """The counts of memory have no settings."""
 
 CHOICES = {}
-HOOKS = ("decide", "before_run")
+HOOKS = ("decide",)

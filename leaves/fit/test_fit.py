@@ -4,6 +4,7 @@ import json
 import re
 import sys
 
+import huggingface_hub
 import pytest
 import torch
 from conftest import ROOT, SHIPPED, TOY
@@ -27,7 +28,7 @@ def folders(tmp_path_factory) -> dict:
 
 
 def figures(text: str) -> dict[str, list[float]]:
-    """The table's rows: a part and its GiB in the phases that have it."""
+    """The table's rows: a part and its GiB in each phase."""
     rows = re.findall(r"^(\S.{37})((?: +\d+\.\d\d)+)$", text, re.MULTILINE)
     return {name.strip(): [float(x) for x in cells.split()] for name, cells in rows}
 
@@ -37,23 +38,21 @@ def test_a_run_that_fits_is_told_part_by_part(folders, monkeypatch, capsys):
                   "--set", f"model.path={folders['1.5B']}")
     text = capsys.readouterr().out
     assert status == 0 and "It fits:" in text and "makes it fit" not in text
-    assert max(map(len, text.splitlines()[1:])) <= fit.WIDTH
     parts = figures(text)
     whole = parameters(shapes.shape_of("1.5B"))
-    assert parts["weights"] == [pytest.approx(4 * whole / 8 / GIB, abs=0.01)] * 3
-    assert parts["moments"] == [pytest.approx(8 * whole / 8 / GIB, abs=0.01)] * 3
-    assert parts["reference"] == parts["weights"]
-    assert parts["gradients"] == parts["weights"][:1]
-    assert parts["engine's weights"] == [pytest.approx(2 * whole / GIB, abs=0.01)] * 3
-    assert len(parts["KV cache"]) == 3 and parts["CUDA graphs, and NCCL"] == [2.0] * 3
-    assert "rollout.sleep=never" in text and "rollout.slots=165" in text
-    for name in ("activations of a row", "log-prob head, or a block at work", "weights held twice",
-                 "activations of prompts", "what tokens are drawn from"):
-        assert len(parts[name]) == 1 and parts[name][0] > 0
-    for column in range(3):
-        of_phase = [cells for name, cells in parts.items() if len(cells) == 3 and name != "together"]
-        assert parts["together"][column] >= sum(cells[column] for cells in of_phase)
-    assert "auto takes" in text and "rollout.engine=vllm" in text and "pack.capacity=" in text
+    assert parts["weights"] == parts["reference"] == [pytest.approx(4 * whole / 8 / GIB, abs=0.01)] * 2
+    assert parts["moments"] == [pytest.approx(8 * whole / 8 / GIB, abs=0.01)] * 2
+    assert parts["gradients"] == [parts["weights"][0], 0]
+    assert parts["engine's weights"] == [pytest.approx(2 * whole / GIB, abs=0.01)] * 2
+    assert parts["KV cache"][0] > 0 and parts["CUDA graphs, and NCCL"] == [2.0] * 2
+    for name in ("activations of a row", "log-prob head, or a block at work"):
+        assert parts[name][0] > 0 == parts[name][1]
+    assert parts["what tokens are drawn from"][1] > 0
+    for column in range(2):
+        together = sum(cells[column] for name, cells in parts.items() if name != "together")
+        assert parts["together"][column] == pytest.approx(together, abs=0.1)
+    for chosen in ("rollout.sleep=never", "rollout.slots=165", "rollout.engine=vllm", "pack.capacity="):
+        assert chosen in text.partition("auto takes")[2]
 
 
 def test_one_that_does_not_names_each_single_change_that_makes_it_fit(folders, monkeypatch, capsys):
@@ -83,32 +82,30 @@ def test_settings_that_are_too_high_are_named_or_that_nothing_helps(size, memory
     assert all(words in text for words in said)
 
 
+def no_download(path: str, allow_patterns) -> str:
+    raise huggingface_hub.errors.LocalEntryNotFoundError("no network")
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--config", "grpo_math.yaml", "--set", "model.path=Qwen/Qwen2.5-14B"],
-     "error: model.path='Qwen/Qwen2.5-14B' is not on this machine, and --fit downloads nothing; a folder with its "
-     "config.json is enough, "),
-    (["--config", "cppo_toy.yaml", "--set", "model.path=a/b/c"], "error: model.path='a/b/c' is not on this machine"),
+     "error: model.path='Qwen/Qwen2.5-14B' is no folder, and could not be downloaded from the hub: no network"),
     (["--config", "cppo_toy.yaml", "--gpus", "8"], "error: --gpus needs --memory or --card: this machine shows no GPU"),
     (["--config", "cppo_toy.yaml", "--card", "H100", "--set", "pack.capacity=10"], "error: pack.capacity=10 must be"),
-    (["--config", "cppo_toy.yaml", "--card", "H100", "--set", "device=cpu"], "error: --memory and --card name GPUs"),
-    (["--config", "cppo_toy.yaml", "--card", "H100", "--gpus", "6", "--set", "rollout.engine=vllm", "--set",
-      "rollout.tensor_parallel=4"], "error: rollout.tensor_parallel=4 must be a divisor of the number of GPUs, 6"),
 ])
-def test_what_cannot_be_told_is_one_line(arguments, message, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(fit, "try_to_load_from_cache", cache_without_models)
+def test_what_cannot_be_told_is_one_line(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", no_download)
     assert main(monkeypatch, "--fit", *arguments) == 2
     line, = capsys.readouterr().err.splitlines()
     assert line.startswith(message)
 
 
-def cache_without_models(path: str, name: str) -> None:
-    if path.count("/") != 1:
-        raise fit.HFValidationError(path)
+def test_of_a_model_on_the_hub_its_config_is_downloaded_alone(folders, monkeypatch):
+    def download(path: str, allow_patterns) -> str:
+        assert (path, allow_patterns) == ("mine/0.5B", ("config.json",))
+        return folders["0.5B"]
 
-
-def test_a_model_in_the_hubs_cache_is_read_from_there(folders, monkeypatch):
-    monkeypatch.setattr(fit, "try_to_load_from_cache", lambda path, name: f"{folders['0.5B']}/{name}")
-    assert fit.find_shape("Qwen/Qwen2.5-0.5B-Instruct") == shapes.shape_of("0.5B")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert fit.find_shape("mine/0.5B") == shapes.shape_of("0.5B")
 
 
 @pytest.mark.parametrize("option", ["--memory 0", "--memory much", "--memory inf", "--card H800", "--gpus 0",
@@ -119,35 +116,26 @@ def test_options_that_make_no_sense_are_refused(option, monkeypatch, capsys):
     assert ended.value.code == 2
 
 
-def test_a_card_is_enough_to_ask_for_it_and_what_another_machine_lacks_is_no_matter(folders, monkeypatch, capsys):
+def test_a_card_is_enough_to_ask_for_it(folders, monkeypatch, capsys):
     asked = ["--config", "cppo_gsm8k_lora.yaml", "--card", "4090", "--set", f"model.path={folders['1.5B']}"]
     assert main(monkeypatch, *asked) == 0
-    said = capsys.readouterr().out
-    assert "It fits" in said
-    assert main(monkeypatch, *asked, "--fit", "--set", "model.attention=flash") == 0
     assert "It fits" in capsys.readouterr().out
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(monkeypatch, *asked) == 2
-    assert capsys.readouterr().err.startswith("error: --fit needs no torchrun")
 
 
 def test_the_devices_of_this_machine_are_taken_where_none_are_named(monkeypatch, capsys):
     monkeypatch.setattr(Machine, "here", staticmethod(lambda device: Machine(device, 3 * GIB, 1, "no")))
-    monkeypatch.setattr(fit, "find_device", lambda wanted: torch.device("cpu"))
-    assert main(monkeypatch, "--config", "cppo_toy.yaml", "--fit", "--set", f"model.path={TOY}") == 0
-    text = capsys.readouterr().out
-    assert "on 1 CPU: 3.0 GiB are free on each, of which 2.7" in text
-    monkeypatch.setattr(fit, "find_device", lambda wanted: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert main(monkeypatch, "--config", "cppo_toy.yaml", "--fit", "--set", f"model.path={TOY}") == 0
-    text = capsys.readouterr().out
-    assert "on 4 x H100: 3.0 GiB" in text
+    asked = ("--config", "cppo_toy.yaml", "--fit", "--set", f"model.path={TOY}")
+    for device, count, said in (("cpu", 0, "on 1 x CPU: 3.0 GiB are free on each, of which 2.7"),
+                                ("cuda", 4, "on 4 x NVIDIA H100 80GB HBM3: 3.0 GiB")):
+        monkeypatch.setattr(fit, "find_device", lambda wanted, device=device: torch.device(device))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        assert main(monkeypatch, *asked) == 0
+        assert said in capsys.readouterr().out
 
 
-def test_the_shapes_of_all_published_configs_are_shipped(monkeypatch):
+def test_the_shapes_of_all_published_configs_are_shipped():
     """So that --fit needs no network; a size that the benches know too is the same there."""
-    monkeypatch.setattr(fit, "try_to_load_from_cache", cache_without_models)
     paths = {config.load(name).model.path for name in SHIPPED}
     shipped = {path for path in paths if "/" in path and not path.startswith("toy/")}
     assert shipped == set(json.loads(fit.SHAPES.read_text())) and len(shipped) == 10

@@ -4,11 +4,9 @@ from dataclasses import replace
 
 from config import Config
 from infra.checks import Ready
-from leaves.preflight.checks import compare_with_transformers, run_checks
+from leaves.preflight.checks import run_checks
 
 
 def before_run(cfg: Config, ready: Ready) -> Ready:
-    checks = (*run_checks(ready.cfg, ready.learner, ready.engine, ready.task), *ready.checks)
-    if ready.shown:
-        checks += tuple(compare_with_transformers(ready.cfg, ready.task))
-    return replace(ready, checks=checks)
+    checks = run_checks(ready.cfg, ready.learner, ready.engine, ready.task)
+    return replace(ready, checks=(*ready.checks, *checks))
