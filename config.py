@@ -6,6 +6,7 @@ bound of a setting is in its type, constraints between settings are in settings/
 settings/loader.py turns yaml into all this.
 """
 
+from collections.abc import Iterable
 from dataclasses import asdict, fields, replace
 from functools import reduce
 from itertools import chain
@@ -29,6 +30,7 @@ from settings.loader import (
     frozen,
 )
 from settings.paths import find_path, user_path
+from settings.rules import all_rules
 
 ROOT = Path(__file__).parent
 CONFIGS = (ROOT / "configs", *sorted(ROOT.glob("leaves/*/configs")))
@@ -226,6 +228,9 @@ class Config:
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
 
+    def __reduce__(self) -> tuple:  # pickle does not find the class of a config with leaves by its name
+        return build, (asdict(self),)
+
     @property
     def longest(self) -> int:
         """Count the tokens of the longest sequence of training: of a prompt and its completion."""
@@ -243,9 +248,23 @@ def has_reference(cfg: Config) -> bool:
     return bool(cfg.loss.kl or cfg.advantage.needs_reference)
 
 
+def with_leaves(names: Iterable[str]) -> type:
+    """Return Config with the kinds, sections and settings of these leaves."""
+    return settings.extended(Config, leaves.additions(names))
+
+
+def type_of(raw: dict) -> type:
+    """Return Config with all that the leaves add which nested dicts name."""
+    return with_leaves(leaves.chosen(raw))
+
+
 def build(raw: dict) -> Config:
     """Make a config of nested dicts, with the sections of the leaves that it names. Raises ConfigError."""
-    return settings.build(settings.extended(Config, leaves.own_sections(leaves.chosen(raw))), raw)
+    try:
+        return settings.build(type_of(raw), raw)
+    except ConfigError:
+        settings.build(with_leaves(leaves.LEAVES), raw)  # its error names all that there is
+        raise
 
 
 def load(names: str | Path | list[str], overrides: list[str] = ()) -> Config:
@@ -256,7 +275,7 @@ def load(names: str | Path | list[str], overrides: list[str] = ()) -> Config:
     given = names if isinstance(names, list) else [names]
     paths = [settings.locate(name, Path(), CONFIGS) for name in given]
     files = [layer for path in paths for layer in settings.read_layers(path, CONFIGS).values()]
-    changes = reduce(settings.merge, [settings.override(text, Config) for text in overrides], {})
+    changes = reduce(settings.merge, [settings.override(text, type_of) for text in overrides], {})
     raw = reduce(settings.merge, [*files, changes], settings.first_kinds(Config))
     cfg = build({"out": f"runs/{'_'.join(path.stem for path in paths)}"} | raw)
     own = chain.from_iterable(leaves.stated(cfg, "PATHS"))
@@ -264,8 +283,6 @@ def load(names: str | Path | list[str], overrides: list[str] = ()) -> Config:
         file = flatten(cfg)[key]
         cfg = with_value(cfg, key, file and str(find_path(file)))
     cfg = replace(cfg, out=str(user_path(cfg.out)))
-    from settings.rules import all_rules  # of a config that is loaded; who imports its types needs none
-
     for key, fine, allowed in all_rules(cfg):
         if not fine:
             raise ConfigError(f"{key}={flatten(cfg)[key]} must be {allowed}")

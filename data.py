@@ -7,9 +7,10 @@ A solution in the place of the answer is taken apart as a completion is: its las
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import field
 from pathlib import Path
+from typing import Any
 
 from infra.rows import (
     READERS,
@@ -33,6 +34,7 @@ DOUBTFUL_ROWS = {
     "overlaps_eval": "are problems of an evaluation set",
     "all_boxed": "have a solution that boxes several answers",
 }
+CELLS = ("question", "answer", "solution", "id", "level", "subject")  # as data.columns names them
 SAMPLE = 32          # prompts that a tokenizer is tried on
 LONGEST_ANSWER = 40  # words of a final answer; a longer one is a solution
 NO_ANSWER = "; without answers give weight to reward.boxed, format, overlong or custom alone"
@@ -61,20 +63,15 @@ def load_problems(name: str, folder: str | None = None, training: bool = False,
                          seconds=SECONDS + path.stat().st_size / 1e6)
     rows = [(place, with_letters(row)) for place, row in (rows if path else read_named(name))]
     columns = columns_of(name, [row for _, row in rows], columns)
-    if path is None and answers:
-        rows = drop_unanswered(rows, name, columns)
+    if path is None and answers:  # two of MATH's box none, and a user cannot mend them
+        rows = leave_out(rows, lambda row: boxes_none(row[1], columns), f"{name}: ", "rows box no answer and")
     stem = (path or Path(name)).stem
-    rows = [(f"{stem}/{i}", place, row) for i, (place, row) in enumerate(rows)]
+    rows = [(row, place, f"{stem}/{i}") for i, (place, row) in enumerate(rows)]
     if size not in (None, len(rows)):
         print(f"{name} holds {len(rows)} problems here, not {size}", file=sys.stderr)
-    if training:
-        for mark, why in DOUBTFUL_ROWS.items():
-            count = len(rows)
-            rows = [row for row in rows if not isinstance(row[2], dict) or not row[2].get(mark)]
-            if len(rows) < count:
-                print(f"{name}: {count - len(rows)} of {count} problems {why} and are left out",
-                      file=sys.stderr)
-    problems = [to_problem(row, place, default_id, columns, answers) for default_id, place, row in rows]
+    for mark, why in DOUBTFUL_ROWS.items() if training else ():
+        rows = leave_out(rows, lambda row, mark=mark: row[0].get(mark), f"{name}: ", f"problems {why} and")
+    problems = [to_problem(*row, columns, answers) for row in rows]
     if not problems:
         raise ConfigError(f"{name} holds no problems")
     ids: set[str] = set()
@@ -86,28 +83,25 @@ def load_problems(name: str, folder: str | None = None, training: bool = False,
     return problems
 
 
-def drop_unanswered(rows: list[tuple[str, dict]], name: str, columns: dict) -> list[tuple[str, dict]]:
-    """Leave out rows of the hub that box no answer, two of MATH's, which a user cannot mend; count them."""
-    usable = []
-    for place, row in rows:
-        answered = find_cell(row, "answer", columns) is not None
-        if answered or "solution" not in row or last_boxed(row["solution"] or ""):
-            usable.append((place, row))
-    if len(usable) < len(rows):
-        print(f"{name}: {len(rows) - len(usable)} of {len(rows)} rows box no answer and are left out",
-              file=sys.stderr)
-    return usable
+def leave_out(items: list, is_out: Callable[[Any], Any], source: str, why: str) -> list:
+    """Return the items that are not out, and print the number of the others."""
+    kept = [item for item in items if not is_out(item)]
+    if len(kept) < len(items):
+        print(f"{source}{len(items) - len(kept)} of {len(items)} {why} are left out", file=sys.stderr)
+    return kept
 
 
-def to_problem(row: object, place: str, default_id: str, columns: Columns, needs_answer: bool) -> Problem:
+def boxes_none(row: dict, columns: Columns) -> bool:
+    """Tell whether a row of the hub has a solution without a box in place of an answer."""
+    unanswered = "solution" in row and find_cell(row, "answer", columns) is None
+    return unanswered and not last_boxed(row["solution"] or "")
+
+
+def to_problem(row: dict, place: str, default_id: str, columns: Columns, needs_answer: bool) -> Problem:
     """Read a row in our columns, in the columns named by `columns`, in GSM8K's (answer = solution) or MATH's
     (problem, solution with a box)."""
-    if not isinstance(row, dict):
-        raise ConfigError(
-            f"{place}: a line must be an object with 'question' and 'answer', not {type(row).__name__}")
-    question = find_cell(row, "question", columns)
-    answer = find_cell(row, "answer", columns)
-    solution = find_cell(row, "solution", columns) or ""
+    question, answer, solution, *others = (find_cell(row, key, columns) for key in CELLS)
+    own_id, level, subject = (None if cell is None else str(cell) for cell in others)
     messages, reply = messages_of(question, place)
     if messages:
         question = messages[-1]["content"]
@@ -137,17 +131,8 @@ def to_problem(row: object, place: str, default_id: str, columns: Columns, needs
             raise ConfigError(
                 f"{place}: {key!r}{column} must be a non-empty text, not {SHORT.repr(value)}; mend or remove "
                 f"the line{without}")
-    own_id, level, subject = (find_cell(row, key, columns) for key in ("id", "level", "subject"))
-    return Problem(
-        id=default_id if own_id is None else str(own_id),
-        question=question,
-        answer=answer,
-        solution=solution,
-        level=None if level is None else str(level).removeprefix("Level "),
-        subject=None if subject is None else str(subject),
-        row=row,
-        messages=messages,
-    )
+    return Problem(default_id if own_id is None else own_id, question, answer, solution,
+                   level and level.removeprefix("Level "), subject, row, messages)
 
 
 def drop_overlap(problems: list[Problem], evaluated: list[Problem]) -> list[Problem]:
@@ -159,10 +144,8 @@ def drop_overlap(problems: list[Problem], evaluated: list[Problem]) -> list[Prob
         return "".join("".join(texts).lower().split())
 
     evaluated_spellings = set(map(spelling, evaluated))
-    kept = [p for p in problems if spelling(p) not in evaluated_spellings]
-    if len(kept) < len(problems):
-        print(f"{len(problems) - len(kept)} of {len(problems)} training problems are evaluated on, "
-              "and left out", file=sys.stderr)
+    kept = leave_out(problems, lambda problem: spelling(problem) in evaluated_spellings, "",
+                     "training problems are evaluated on and")
     if not kept:
         raise ConfigError(
             "data.train holds no problem that data.eval does not hold too; set one of them to another")
@@ -190,18 +173,15 @@ def to_prompts(
         raise ConfigError(
             f"prompt {empty[0]} has no tokens ({len(empty)} of {len(ids)} prompts do): the chat template "
             "renders no text for it; set data.chat_template, data.template or data.prompt")
-    short = [prompt for prompt in prompts if len(prompt.ids) <= max_tokens]
-    too_long = len(prompts) - len(short)
-    if too_long and (not short or not drop_longer):
-        longest = max(prompts, key=lambda prompt: len(prompt.ids))
+    longer = [prompt for prompt in prompts if len(prompt.ids) > max_tokens]
+    if longer and not (drop_longer and len(longer) < len(prompts)):
+        longest = max(longer, key=lambda prompt: len(prompt.ids))
         raise ConfigError(
             f"prompt {longest.id} has {len(longest.ids)} tokens, more than data.max_prompt_tokens="
-            f"{max_tokens} ({too_long} of {len(ids)} prompts do); raise the setting, remove the "
+            f"{max_tokens} ({len(longer)} of {len(ids)} prompts do); raise the setting, remove the "
             "problems, or leave them out by data.drop_longer=true (training)")
-    if too_long:
-        print(f"{too_long} of {len(ids)} prompts have more than data.max_prompt_tokens={max_tokens} "
-              "and are left out", file=sys.stderr)
-    return short
+    return leave_out(prompts, lambda prompt: len(prompt.ids) > max_tokens, "",
+                     f"prompts have more than data.max_prompt_tokens={max_tokens} and")
 
 
 def render_problem(problem: Problem, tokenizer: Tokenizer, system: str | None) -> str:

@@ -77,6 +77,7 @@ def plug_in(method: ModuleType) -> None:
     for name, (section, setting, table) in KINDS.items():
         add_kinds(section, setting, getattr(method, name, {}), table)
     loader.hints.cache_clear()
+    loader.extended.cache_clear()
     if hasattr(method, "weigh"):
         update.weigh = method.weigh
         loss.has_token_weights = learner.has_token_weights = lambda settings: True

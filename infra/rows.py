@@ -3,6 +3,7 @@
 import ast
 import csv
 import difflib
+import io
 import json
 import math
 import re
@@ -29,16 +30,23 @@ OTHER_NAMES = {
 ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
 
 
-def read_jsonl(path: Path) -> Rows:
-    """Yield "file:line" and the row of each line that is not blank. Raises ConfigError."""
+def read_text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text ({error}); convert it") from None
+
+
+def read_jsonl(path: Path) -> Rows:
+    """Yield "file:line" and the row of each line that is not blank. Raises ConfigError."""
     # Not splitlines(): it also cuts at U+2028 and the like, which stand inside real questions.
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if line.strip():
-            yield f"{path}:{number}", parse_json(line, f"{path}:{number}", "each line must be one object")
+            row = parse_json(line, f"{path}:{number}", "each line must be one object")
+            if not isinstance(row, dict):
+                raise ConfigError(f"{path}:{number}: a line must be an object with 'question' and 'answer', "
+                                  f"not {type(row).__name__}")
+            yield f"{path}:{number}", row
 
 
 def read_parquet(path: Path) -> Rows:
@@ -58,21 +66,18 @@ def read_csv(path: Path) -> Rows:
     Raises ConfigError.
     """
     csv.field_size_limit(sys.maxsize)
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        lines = csv.DictReader(file, strict=True)
-        try:
-            names = lines.fieldnames or []
-            if len(set(names)) < len(names):
-                raise ConfigError(f"{path}:1: a column is named twice in {', '.join(names)}")
-            for row in lines:
-                if len(row) != len(names):
-                    raise ConfigError(f"{path}:{lines.line_num}: more cells than the {len(names)} columns of "
-                                      "line 1; a text with commas needs double quotes")
-                yield f"{path}:{lines.line_num}", {name: text or None for name, text in row.items()}
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path} is not UTF-8 text ({error}); convert it") from None
-        except csv.Error as error:
-            raise ConfigError(f"{path}:{lines.line_num}: not valid CSV ({error})") from None
+    lines = csv.DictReader(io.StringIO(read_text(path), newline=""), strict=True)
+    try:
+        names = lines.fieldnames or []
+        if len(set(names)) < len(names):
+            raise ConfigError(f"{path}:1: a column is named twice in {', '.join(names)}")
+        for row in lines:
+            if len(row) != len(names):
+                raise ConfigError(f"{path}:{lines.line_num}: more cells than the {len(names)} columns of "
+                                  "line 1; a text with commas needs double quotes")
+            yield f"{path}:{lines.line_num}", {name: text or None for name, text in row.items()}
+    except csv.Error as error:
+        raise ConfigError(f"{path}:{lines.line_num}: not valid CSV ({error})") from None
 
 
 READERS = {".jsonl": read_jsonl, ".csv": read_csv, ".parquet": read_parquet}
@@ -92,9 +97,9 @@ def find_file(name: str | Path) -> Path:
 
 # ---- one row
 
-def with_letters(row: object) -> object:
+def with_letters(row: dict) -> dict:
     """Write a row of GPQA as a question with four lettered choices, in an order that its texts decide."""
-    if not isinstance(row, dict) or "Correct Answer" not in row or "answer" in row:
+    if "Correct Answer" not in row or "answer" in row:
         return row
     right, question = row["Correct Answer"], row["Question"]
     choices = [right, *(row[f"Incorrect Answer {i}"] for i in (1, 2, 3))]
@@ -108,12 +113,12 @@ def with_letters(row: object) -> object:
     }
 
 
-def columns_of(source: str, rows: list[object], columns: Columns) -> Columns:
+def columns_of(source: str, rows: list[dict], columns: Columns) -> Columns:
     """Keep those columns that some row of a set has. Print the others: our own names are used for them.
 
     A question or an answer that is found under neither name stays, for the error about it.
     """
-    rows, there = [row for row in rows if isinstance(row, dict)], {}
+    there = {}
     for name, column in columns.items():
         ours = any(find_cell(row, name, {}) is not None for row in rows)
         found = column is None or any(find_cell(row, name, columns) is not None for row in rows)

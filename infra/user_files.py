@@ -1,14 +1,15 @@
 """Read the Python files that a user gives, and say how calls of them were ended."""
 
-import ast
-import contextlib
 import functools
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from infra.user_worker import Source
-from settings.loader import ConfigError
-from verify.workers import MEMORY, PATIENCE, TIME, Limits
+from settings.loader import ConfigError, frozen
+from verify.workers import MEMORY, PATIENCE, TIME, Call, Limits, OverLimit
 
 REPORTED: set[tuple[str, str]] = set()  # files and reasons that `report_once` has reported
 
@@ -23,14 +24,9 @@ def read_file(path: str, setting: str) -> Source:
     folder, helpers = Path(path).resolve().parent, {}
     unread = [text]
     while unread:
-        imports: list[str] = []
-        with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # loading the file reports it
-            for node in ast.walk(ast.parse(unread.pop())):
-                if isinstance(node, ast.Import | ast.ImportFrom):
-                    imports += [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
-        for name in {name.partition(".")[0] for name in imports} - {""}:
-            package = [*(folder / name).glob("**/*.py")] if (folder / name / "__init__.py").is_file() else []
-            for file in filter(Path.is_file, [folder / f"{name}.py", *sorted(package)]):
+        imports = " ".join(re.findall(r"\b(?:import|from)\b[^(\n]*(?:\([^)]*\))?", unread.pop()))
+        for name in sorted(set(re.findall(r"\w+", imports))):
+            for file in (*folder.glob(f"{name}.py"), *sorted(folder.glob(f"{name}/**/*.py"))):
                 key = str(file.relative_to(folder))
                 if key not in helpers:
                     helpers[key] = read_text(str(file), setting)
@@ -45,20 +41,49 @@ def read_text(path: str, setting: str) -> str:
         raise ConfigError(f"{setting}={path} cannot be read: {error}") from None
 
 
-def report_once(file: str, limits: Limits, reason: str, row_id: str, then: str) -> None:
-    """Say on stderr that a call was ended, the first time for each file and reason."""
-    if (file, reason) not in REPORTED:
-        REPORTED.add((file, reason))
-        how = describe_end(limits, reason)
-        print(f"{file}: a call {how} (row {row_id}); {then}", file=sys.stderr, flush=True)
+@frozen
+class UserFile:
+    """A file of the user's, as it was when the run began, and how its functions are called."""
 
+    setting: str
+    source: Source
+    limits: Limits
 
-def describe_end(limits: Limits, reason: str) -> str:
-    """Say how a call was ended, and which setting allows it more."""
-    if reason == TIME:
-        return (
-            f"took more than {limits.seconds:g} s of computing or {PATIENCE} times that by the clock "
-            f"({limits.settings[0]}), and was ended")
-    if reason == MEMORY:
-        return f"asked for more than {limits.size / 2**30:g} GiB of memory ({limits.settings[1]})"
-    return f"ended its process by {reason}"
+    def error(self, what: str) -> ConfigError:
+        return ConfigError(f"{self.setting}={self.source.path}: {what}")
+
+    def call(self, function: Callable, *given: object) -> Call:
+        """Call a function in a worker, with the file and the seconds that it has."""
+        return Call(function, self.source, self.limits.seconds, *given, limits=self.limits)
+
+    def checked(self, value: Any, where: str = "") -> Any:
+        """Return the value of a call. Raises ConfigError for an error, which is a text."""
+        if isinstance(value, str):
+            raise self.error(value + where)
+        return value
+
+    def first_value(self, call: Call, where: str = "") -> Any:
+        """Wait for a call before the run. Raises ConfigError for an error and if it has to be ended."""
+        try:
+            return self.checked(call.result(), where)
+        except OverLimit as error:
+            raise self.error(f"before the run, a call {self.describe_end(error)}{where}") from None
+
+    def report_once(self, ended: OverLimit, row_id: str, then: str) -> str:
+        """Say how a call was ended, and on stderr too, the first time for each file and reason."""
+        how = self.describe_end(ended)
+        if (self.source.path, str(ended)) not in REPORTED:
+            REPORTED.add((self.source.path, str(ended)))
+            print(f"{self.setting}={self.source.path}: a call {how} (row {row_id}); {then}", file=sys.stderr,
+                  flush=True)
+        return how
+
+    def describe_end(self, ended: OverLimit) -> str:
+        """Say how a call was ended, and which setting allows it more."""
+        limits, reason = self.limits, str(ended)
+        if reason == TIME:
+            return (f"took more than {limits.seconds:g} s of computing or {PATIENCE} times that by the clock "
+                    f"({limits.settings[0]}), and was ended")
+        if reason == MEMORY:
+            return f"asked for more than {limits.size / 2**30:g} GiB of memory ({limits.settings[1]})"
+        return f"ended its process by {reason}"

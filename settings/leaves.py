@@ -21,8 +21,8 @@ A hook is a function of the config and a thing, which it returns, changed:
     watch       infra.runfolder.RunLog, on the rank that writes the run folder
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterable
+from dataclasses import MISSING
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -53,17 +53,6 @@ def settings_of(leaf: str) -> ModuleType:
     return import_module(f"leaves.{leaf}.settings")
 
 
-def kinds_of(section: str) -> dict[str, Callable[[], type]]:
-    """Map the kinds that leaves add to a section to functions that import their dataclasses."""
-    def load(leaf: str, choice: str) -> type:
-        return settings_of(leaf).CHOICES[choice]
-    return {choice.partition("=")[2]: partial(load, leaf, choice) for leaf, choices in LEAVES.items()
-            for choice in choices if choice.startswith(f"{section}=")}
-
-
-MISSING = object()
-
-
 def look_up(settings: Any, place: str) -> Any:
     """Return the value of a dotted name in a config or in nested dicts that become one, or MISSING."""
     for name in place.split("."):
@@ -80,18 +69,9 @@ def chosen(settings: Any) -> list[str]:
     return [leaf for leaf, choices in LEAVES.items() if not choices or any(map(is_named, choices))]
 
 
-def own_sections(leaves: list[str]) -> tuple[tuple[str, Any], ...]:
-    """List the sections and settings that leaves have of their own, by dotted names, with their types."""
-    return tuple((choice, kind) for leaf in leaves for choice, kind in settings_of(leaf).CHOICES.items()
-                 if "=" not in choice)
-
-
-def types_within(section: str) -> dict[str, Any]:
-    """Map the names within a section that are sections and settings of leaves to their types."""
-    own = ((leaf, *choice.rpartition(".")) for leaf, choices in LEAVES.items() for choice in choices
-           if "=" not in choice)
-    return {name: kind for leaf, place, dot, name in own if place == section
-            if (kind := settings_of(leaf).CHOICES.get(f"{place}{dot}{name}"))}
+def additions(leaves: Iterable[str]) -> tuple[tuple[str, Any], ...]:
+    """List the kinds, sections and settings that leaves add to a config, with their types."""
+    return tuple(pair for leaf in leaves for pair in settings_of(leaf).CHOICES.items())
 
 
 def stated(cfg: Any, name: str) -> list[Any]:

@@ -13,13 +13,11 @@ import reprlib
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
-from functools import cache, partial
+from functools import cache, reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 import yaml
-
-from settings import leaves
 
 UNIONS = (Union, types.UnionType)
 NOT_ALLOWED = object()  # stands for a value that a type does not allow
@@ -67,8 +65,8 @@ def above(low: float, note: str = "") -> Bound:
 def within(interval: str, note: str = "") -> Bound:
     """Bound a number on both sides, as mathematics writes it: "[0, 1)" holds 0 and does not hold 1."""
     low, high = map(float, interval[1:-1].split(","))
-    ends = {low: interval[0] == "[", high: interval[-1] == "]"}
-    return lambda number: ends.get(number, low < number < high), f"in {interval}{note}"
+    ends = [low] * ("[" in interval) + [high] * ("]" in interval)
+    return lambda number: low < number < high or number in ends, f"in {interval}{note}"
 
 
 Count = Annotated[int, at_least(1)]
@@ -94,12 +92,11 @@ class Loader(yaml.SafeLoader):
         return self.DEFAULT_SCALAR_TAG if octal_or_base_60 or tag.endswith(":timestamp") else tag
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen = []
-        for key, _ in node.value:
-            if key.value in seen:
+        keys = [key.value for key, _ in node.value]
+        for place, (key, _) in enumerate(node.value):
+            if key.value in keys[:place]:
                 raise yaml.constructor.ConstructorError(
                     problem=f"'{key.value}' is given twice", problem_mark=key.start_mark)
-            seen.append(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -138,14 +135,14 @@ def read_json(path: Path) -> dict[str, Any]:
 def locate(name: str | Path, folder: Path, shipped: tuple[Path, ...], whose: str = "") -> Path:
     """Find a config file in `folder`, or else in one of the folders of those `shipped`."""
     name = os.path.expanduser(name)
-    path = next((place / name for place in (folder, *shipped) if os.path.isfile(place / name)), None)
-    if path is None:
-        names = sorted(path.name for place in shipped for path in place.glob("*.yaml"))
-        near = difflib.get_close_matches(Path(name).name, names, n=1)
-        advice = f"Did you mean '{near[0]}'?" if near else f"There are: {', '.join(names)}."
-        raise ConfigError(f"config '{name[:200]}'{whose} not found, neither as given nor in {shipped[0]}. "
-                          f"{advice}")
-    return path
+    for place in (folder, *shipped):
+        if os.path.isfile(place / name):
+            return place / name
+    names = sorted(path.name for place in shipped for path in place.glob("*.yaml"))
+    near = difflib.get_close_matches(Path(name).name, names, n=1, cutoff=0.7)
+    advice = f"Did you mean '{near[0]}'?" if near else f"There are: {', '.join(names)}."
+    raise ConfigError(f"config '{name[:200]}'{whose} not found, neither as given nor in {shipped[0]}. "
+                      f"{advice}")
 
 
 def read_layers(path: Path, shipped: tuple[Path, ...], above: tuple[Path, ...] = ()) -> dict[Path, Raw]:
@@ -156,41 +153,40 @@ def read_layers(path: Path, shipped: tuple[Path, ...], above: tuple[Path, ...] =
     if (file := path.resolve()) in above:
         circle = " -> ".join(map(str, [*above, file]))
         raise ConfigError(f"base={path.name} leads in a circle: {circle}; one of them must have no base")
-    raw = read(path)
+    raw, layers = read(path), {}
     bases = raw.pop("base", None) or []
-    chain = {}
     for base in bases if isinstance(bases, list) else [bases]:
-        found = locate(str(base), path.parent, shipped, f" (base of {path})")
-        chain |= read_layers(found, shipped, (*above, file))
-    return chain | {file: raw}
+        below = locate(str(base), path.parent, shipped, f" (base of {path})")
+        layers |= read_layers(below, shipped, (*above, file))
+    return layers | {file: raw}
 
 
 def merge(old: dict, new: dict) -> dict:
     """Lay `new` over `old`, key by key at every depth. A section that gets another kind starts empty."""
     if "kind" in old and new.get("kind", old["kind"]) != old["kind"]:
         return new
-    merged = dict(old)
-    for key, value in new.items():
-        both = isinstance(value, dict) and isinstance(old.get(key), dict)
-        merged[key] = merge(old[key], value) if both else value
-    return merged
+    return old | {
+        key: merge(old[key], value) if isinstance(value, dict) and isinstance(old.get(key), dict) else value
+        for key, value in new.items()}
 
 
-def override(text: str, section: Any) -> Raw:
-    """Turn "a.b=c" into {"a": {"b": c}}. c is read as yaml, but taken as it is if the setting is a text."""
+def override(text: str, type_of: Callable[[Raw], type]) -> Raw:
+    """Turn "a.b=c" into {"a": {"b": c}}. c is read as yaml, but taken as it is if the setting is a text.
+
+    `type_of` returns the dataclass that such a dict becomes.
+    """
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"--set {SHORT.repr(text)} must have the form setting=value")
-    kind, place = section, ""
-    for part in key.split("."):
-        kind, place = known_hints(kind, place).get(part), f"{place}.{part}".lstrip(".")
+
+    def nest(value: Any) -> Raw:
+        return reduce(lambda inner, name: {name: inner}, reversed(key.split(".")), value)
+
+    kind = reduce(lambda section, name: hints(section).get(name), key.split("."), type_of(nest(value)))
     as_written = (kind is str and value) or (kind == str | None and value not in ("", "null"))
-    nested = value
-    if not as_written or value.startswith('"'):  # yaml in double quotes can hold a new line
-        nested = parse(value, f"--set {SHORT.repr(text)}: the value")
-    for part in reversed(key.split(".")):
-        nested = {part: nested}
-    return nested
+    if as_written and not value.startswith('"'):  # yaml in double quotes can hold a new line
+        return nest(value)
+    return nest(parse(value, f"--set {SHORT.repr(text)}: the value"))
 
 
 @cache
@@ -214,14 +210,6 @@ def hints(section: Any) -> dict[str, Any]:
     return types_by_name
 
 
-def known_hints(section: Any, place: str) -> dict[str, Any]:
-    """Map the settings of the section at a place to their types, with those that leaves add."""
-    own = dict(hints(section))
-    for load in leaves.kinds_of(place).values():
-        own |= hints(load())
-    return own | leaves.types_within(place)
-
-
 def first_kinds(section: Any) -> Raw:
     """Return the bottom layer, which names the first kind of every section that comes in kinds."""
     layer = {}
@@ -235,33 +223,24 @@ def first_kinds(section: Any) -> Raw:
 
 @cache
 def extended(section: type, more: tuple[tuple[str, Any], ...]) -> type:
-    """Extend a section by the sections and settings that leaves have of their own, by dotted names."""
-    own, within = [], {}
+    """Extend a section by kinds, sections and settings: "advantage=gae", "critic" or "log.to", each with its
+    type."""
     for name, inner in more:
         head, _, rest = name.partition(".")
+        head, _, kind = head.partition("=")
+        old = section.__dataclass_fields__.get(head)
         if rest:
-            within.setdefault(head, []).append((rest, inner))
+            inner = extended(hints(section)[head], ((rest, inner),))
+        elif kind:
+            inner = hints(section)[head] | inner
+        default = None
+        if old and (kind or old.default is MISSING):
+            default = old.default
         elif is_dataclass(inner):
-            own.append((head, inner, field(default_factory=partial(build, inner, {}))))
-        else:
-            own.append((head, inner, None))
-    for head, inner in within.items():
-        wider = extended(hints(section)[head], tuple(inner))
-        required = section.__dataclass_fields__[head].default is MISSING
-        default = field() if required else field(default_factory=partial(build, wider, {}))
-        own.append((head, wider, default))
-    if not own:
-        return section
-
-    def reduce(self: Any) -> tuple:  # a class that is made here cannot be found by its name
-        return make_extended, (section, more, tuple(getattr(self, f.name) for f in fields(self)))
-    return make_dataclass(section.__name__, own, bases=(section,), frozen=True, slots=True,
-                          namespace={"__reduce__": reduce, "__module__": section.__module__})
-
-
-def make_extended(section: type, more: tuple[tuple[str, Any], ...], values: tuple) -> Any:
-    """Make an object of an `extended` section again, from a pickle."""
-    return extended(section, more)(*values)
+            default = inner()
+        section = make_dataclass(section.__name__, [(head, inner, field(default=default))], bases=(section,),
+                                 frozen=True, slots=True, namespace={"__module__": section.__module__})
+    return section
 
 
 def build(section: Any, raw: Raw, path: str = "") -> Any:
@@ -270,32 +249,20 @@ def build(section: Any, raw: Raw, path: str = "") -> Any:
     Raises ConfigError, with the full dotted name, for a key that is unknown, missing or of another kind, and
     for a value of a wrong type or out of bounds.
     """
-    place, option, kind = path[:-1], section, ""
-    loads = {name: (lambda own=own: own) for name, own in choices(section).items()} | leaves.kinds_of(place)
-    if choices(section):
-        kind = convert(raw.get("kind", next(iter(loads))), Literal[*loads], path + "kind")
-        option = loads[kind]()
+    options, option, kind = choices(section), section, ""
+    if options:
+        kind = convert(raw.get("kind", next(iter(options))), Literal[*options], path + "kind")
+        option = options[kind]
     own = hints(option)
-    for key, value in raw.items():
-        if key in own:
-            continue
-        owners = [name for name, load in loads.items() if key in hints(load())]
-        if owners:
-            raise ConfigError(misplaced(path + key, value, owners, kind))
-        raise ConfigError(unknown(key, known_hints(section, place), path))
+    for key in [key for key in raw if key not in own]:
+        if owners := [name for name, other in options.items() if key in hints(other)]:
+            raise ConfigError(f"{path}{key} belongs to {' and '.join(owners)}; this is {kind}: leave "
+                              f"{path}{key}={SHORT.repr(raw[key])} out, or set {path}kind")
+        raise ConfigError(unknown(key, hints(section), path))
     for f in fields(option):
         if f.name not in raw and f.default is MISSING and f.default_factory is MISSING:
             raise ConfigError(f"missing key '{path}{f.name}' ({describe(own[f.name])}); it has no default")
     return option(**{key: convert(value, own[key], path + key) for key, value in raw.items()})
-
-
-def misplaced(key: str, value: Any, owners: list[str], kind: str) -> str:
-    """Word the error for a key that only other kinds of its section have."""
-    *others, last = owners
-    named = f"{', '.join(others)} and {last}" if others else last
-    section = key.rpartition(".")[0]
-    return (f"{key} belongs to {named}; this is {kind}: leave {key}={SHORT.repr(value)} out, "
-            f"or set {section}.kind")
 
 
 # Settings that had another name -> the name now.
@@ -321,7 +288,7 @@ def convert(value: Any, kind: Any, path: str) -> Any:
         result = fit(value, option, path)
         if result is not NOT_ALLOWED:
             return result
-    raise ConfigError(f"{path}={SHORT.repr(value)} must be {describe(kind, value, path)}")
+    raise ConfigError(f"{path}={SHORT.repr(value)} must be {describe(kind, value)}")
 
 
 def fit(value: Any, kind: Any, path: str) -> Any:
@@ -341,12 +308,15 @@ def fit(value: Any, kind: Any, path: str) -> Any:
     if origin is Literal:
         word = str(value).lower() if isinstance(value, bool) else value  # yaml reads the word true as a bool
         return word if word in inner else NOT_ALLOWED
-    if isinstance(value, dict):
-        if is_dataclass(kind) or choices(kind):
-            return build(kind, value, path + ".")
-        if origin is dict:
-            return fit_items(value, inner, path + ".")
-    if origin is list and isinstance(value, list):
+    if isinstance(value, dict) and hints(kind):
+        return build(kind, value, path + ".")
+    if isinstance(value, dict) and origin is dict:
+        names = get_args(inner[0]) or value
+        for name in value:
+            if name not in names:
+                raise ConfigError(unknown(name, names, path + "."))
+        return {str(name): convert(item, inner[1], f"{path}.{name}") for name, item in value.items()}
+    if isinstance(value, list) and origin is list:
         return [convert(item, inner[0], f"{path}[{i}]") for i, item in enumerate(value)]
     if kind is float and type(value) in (int, float, str):
         try:
@@ -360,32 +330,23 @@ def fit(value: Any, kind: Any, path: str) -> Any:
 
 
 def is_small(value: Any) -> bool:
-    """Tell whether a value holds at most MOST values, written out: a few aliases of yaml can stand for any
+    """Tell whether a value holds fewer than MOST values, written out: a few aliases of yaml can stand for any
     number."""
-    left, count = [value], 0
-    while left and count < MOST:
+    left = [value]
+    for _ in range(MOST):
+        if not left:
+            return True
         inner = left.pop()
         left += inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list) else []
-        count += 1
-    return not left
+    return False
 
 
-def fit_items(mapping: dict, inner: tuple[Any, Any], path: str) -> dict[str, Any]:
-    """Convert a mapping from texts, or from a few literal names. Raises ConfigError."""
-    names, kind = get_args(inner[0]), inner[1]
-    for name in mapping:
-        if names and name not in names:
-            raise ConfigError(unknown(name, names, path))
-    return {str(name): convert(value, kind, f"{path}{name}") for name, value in mapping.items()}
-
-
-def describe(kind: Any, value: Any = None, place: str = "") -> str:
+def describe(kind: Any, value: Any = None) -> str:
     """Say which values a type allows; for a number that is out of bounds only the bounds."""
     if choices(kind):
-        return f"a section with kind, one of {', '.join([*choices(kind), *leaves.kinds_of(place)])}"
+        return f"a section with kind, one of {', '.join(choices(kind))}"
     if is_dataclass(kind):
-        names = [f.name for f in fields(kind)]
-        return f"a section with {', '.join(dict.fromkeys([*names, *leaves.types_within(place)]))}"
+        return f"a section with {', '.join(hints(kind))}"
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         plain, (_, bounds) = inner

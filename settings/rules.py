@@ -2,7 +2,7 @@
 
 A rule has the name of a setting, whether its value is allowed, and which values are; config.load raises an
 error for the first broken rule. A choice is written as in a config, "loss.normalize=token or sum", or is
-the name of a setting that is not null, "loss.tis_cap"; " without " and another choice may follow.
+the name of a setting that is neither null nor 0, "loss.tis_cap"; " without " and another choice may follow.
 """
 
 import re
@@ -11,7 +11,6 @@ from dataclasses import fields
 from functools import reduce
 from itertools import chain
 from operator import or_
-from string import Formatter
 from typing import Any
 
 from settings import leaves
@@ -25,12 +24,20 @@ ONLY_WITH = {
                             "rollout.quantization"],
     "rollout.until=informative": ["rollout.oversample", "rollout.differ_in"],
     "rollout.until=full": ["pack.budget"],
+    "eval.temperature": ["eval.n: at 0 answers are greedy, and all the same"],
+    "loss.kl": ["loss.kl_corrected: at 0 there is no KL to correct"],
+    "reward.accuracy": ["loss.likelihood: at 0 nothing tells what is correct",
+                        "rollout.differ_in: at 0 nothing tells what is correct"],
     "reward.custom_file": ["reward.custom_seconds", "reward.custom_gib", "reward.custom_ended",
                            "reward.custom_workers"],
 }
+SKIPPED = ("with loss.denominator=all a mean over all tokens needs the lengths of completions that a skipped "
+           "prompt never got")
 # A choice -> the name of another setting, the values that this may have then, and why.
 REQUIRES = {
     "rollout.engine=vllm": [("model.dtype", "auto, float32 or bfloat16", "vLLM does not compute in float64")],
+    "model.compile=True": [
+        ("model.checkpoint_blocks", "auto, none or all", "by itself it recomputes what is cheap")],
     "model.products": [("model.dtype", "auto or float32", "it rounds what is multiplied in float32")],
     "model.products without loss.tis_cap": [
         ("rollout.engine", "auto or torch", "vLLM does not round like this; loss.tis_cap corrects for it")],
@@ -54,6 +61,13 @@ REQUIRES = {
     "prune.prompts.kind=bernoulli or pps": [
         ("loss.denominator", "all", "its weights restore the full batch, not a mean over the kept"),
         ("rollout.until", "offered or full", "a prompt that is replaced must not be weighed for too")],
+    ("prune.prompts.kind=bernoulli, pps or rank without loss.denominator=kept "
+     "without rollout.until=informative"): [
+        ("loss.normalize", "sequence, constant or sum", SKIPPED), ("loss.likelihood", "0.0", SKIPPED),
+        ("loss.entropy", "0.0", SKIPPED),
+        ("prune.truncated", "False", "nobody knows how many answers of a skipped prompt would be cut")],
+    "loss.trust.kind=none without loss.old_logp=recompute": [
+        ("loss.tis_cap", "null", "with loss.old_logp=engine there is no ratio to cap")],
     "loss.mask_ratio": [
         ("loss.old_logp", "recompute", "a ratio to the engine holds the correction already"),
         ("prune.tokens.kind", "none", "its mean ratio is over all tokens")],
@@ -61,29 +75,19 @@ REQUIRES = {
 
 # As reward/<name>, beside the components.
 LOGGED_NAMES = {"mean", "std", "unparsed", "timed_out", "died", "disagree"}
-
-
-PLAIN_PROMPT = "a text with {question} and nothing else in braces; a brace of the text itself is doubled"
+QUESTION_ONLY = re.compile(r"(([^{}]|\{\{|\}\})*\{question\})+([^{}]|\{\{|\}\})*")  # for str.format
 
 
 def prompt_rules(cfg: Any) -> Iterator[Rule]:
     data, own = cfg.data, cfg.data.prompt
-    yield "data.prompt", own is None or has_question_only(own), PLAIN_PROMPT
+    yield ("data.prompt", own is None or QUESTION_ONLY.fullmatch(own),
+           "a text with {question} and nothing else in braces; a brace of the text itself is doubled")
     yield ("data.prompt", own is None or "\\n" not in own,
            "in double quotes if it has a new line, and after --set in single quotes as well: "
            "'data.prompt=\"Question: {question}\\nAnswer:\"'; without them \\n is a backslash and an n")
     for name in ("system_prompt", "chat_template", "template"):
         yield f"data.{name}", own is None or getattr(data, name) is None, "null with data.prompt"
     yield "rollout.stop", all(cfg.rollout.stop or [" "]), "texts that are not empty"
-
-
-def has_question_only(text: str) -> bool:
-    """Tell whether {question} is all that str.format fills in, and without a format of its own."""
-    try:
-        fields_of_text = {tuple(names) for _, *names in Formatter().parse(text) if names[0] is not None}
-    except ValueError:
-        return False
-    return fields_of_text == {("question", "", None)}  # name, format, conversion
 
 
 def size_rules(cfg: Any) -> Iterator[Rule]:
@@ -103,80 +107,46 @@ def size_rules(cfg: Any) -> Iterator[Rule]:
            f"at least 2 with advantage.kind={cfg.advantage.kind}, which compares completions of one prompt")
     yield ("update.minibatches", N % cfg.update.minibatches == 0,
            f"a divisor of {N} (rollout.prompts_per_step): a mini-batch holds whole groups")
-    yield ("eval.n", cfg.eval.n == 1 or cfg.eval.temperature > 0,
-           "1 at eval.temperature=0: greedy answers are all the same")
-    yield ("model.checkpoint_blocks", not cfg.model.compile or cfg.model.checkpoint_blocks != "selective",
-           "auto, none or all with model.compile=true, which by itself recomputes what is cheap")
+    completions, prompts = cfg.prune.completions, cfg.prune.prompts
+    yield ("prune.completions.keep", getattr(completions, "keep", 0) <= G,
+           f"in 1..{G} (rollout.group_size); to train on all set prune.completions.kind=none")
+    rounded = [("completions", completions.kind == "bottom", G, "drop one of {} (rollout.group_size)"),
+               ("prompts", prompts.kind == "rank", N, "skip one of {} (rollout.prompts_per_step)")]
+    for name, is_rounded, count, effect in rounded:
+        share = is_rounded and getattr(cfg.prune, name).drop_prob
+        yield (f"prune.{name}.drop_prob", not share or int(share * count + 1e-9) >= 1,
+               f"0 or enough to {effect.format(count)}: the product is rounded down")
+    dual = getattr(cfg.loss.trust, "dual", None)
+    yield ("loss.trust.dual", dual is None or dual > 1 + cfg.loss.trust.high,
+           "above 1 + loss.trust.high, or null")
     low = "at least 0.01 unless rollout.engine=torch: vLLM takes a lower one as 0.01"
     yield "rollout.temperature", roll.engine == "torch" or roll.temperature >= 0.01, low
     yield "eval.temperature", roll.engine == "torch" or not 0 < cfg.eval.temperature < 0.01, f"0 or {low}"
 
 
-def pruning_rules(cfg: Any) -> Iterator[Rule]:
-    completions, prompts = cfg.prune.completions, cfg.prune.prompts
-    G, N = cfg.rollout.group_size, cfg.rollout.prompts_per_step
-    if hasattr(completions, "keep"):
-        yield ("prune.completions.keep", completions.keep <= G,
-               f"in 1..{G} (rollout.group_size); to train on all set prune.completions.kind=none")
-    if completions.kind == "bottom":
-        yield ("prune.completions.drop_prob", drops_any(completions.drop_prob, G),
-               f"0 or enough to drop one of {G} (rollout.group_size): the product is rounded down")
-    if prompts.kind == "rank":
-        yield ("prune.prompts.drop_prob", drops_any(prompts.drop_prob, N),
-               f"0 or enough to skip one of {N} (rollout.prompts_per_step): the product is rounded down")
-    counted = cfg.loss.denominator == "kept" or cfg.rollout.until == "informative"
-    if prompts.kind in ("bernoulli", "pps", "rank") and not counted:
-        why = (f"with prune.prompts.kind={prompts.kind} and loss.denominator=all: a mean over all tokens "
-               "needs the lengths of completions that a skipped prompt never got")
-        yield "loss.normalize", cfg.loss.normalize != "token", f"sequence, constant or sum {why}"
-        for name in ("likelihood", "entropy"):
-            yield f"loss.{name}", getattr(cfg.loss, name) == 0, f"0 {why}"
-        yield ("prune.truncated", not cfg.prune.truncated, f"false with prune.prompts.kind={prompts.kind}: "
-               "nobody knows how many answers of a skipped prompt would have been cut")
-
-
-def drops_any(share: float, count: int) -> bool:
-    """Tell whether a share of `count` items, rounded down, is at least one item, or the share is 0."""
-    return share == 0 or int(share * count + 1e-9) >= 1
-
-
 def reward_rules(cfg: Any) -> Iterator[Rule]:
     reward, most = cfg.reward, cfg.rollout.max_new_tokens
     yield "reward.accuracy", bool(reward.weights), "other than 0: no other component has a weight"
-    for name, used in (("overlong", reward.overlong is not None), ("custom", bool(reward.functions))):
-        beside = "overlong_tokens" if name == "overlong" else "custom_file"
-        yield (f"reward.{beside}", (getattr(reward, beside) is not None) == used,
-               f"set with reward.{name}, and null without")
+    yield ("reward.overlong_tokens", (reward.overlong_tokens is None) == (reward.overlong is None),
+           "set with reward.overlong, and null without")
+    yield ("reward.custom_file", (reward.custom_file is None) == (not reward.functions),
+           "set with reward.custom, and null without")
     yield ("reward.overlong_tokens", reward.overlong_tokens is None or 1 <= reward.overlong_tokens <= most,
            f"in 1..{most} (rollout.max_new_tokens)")
     taken = {f.name for f in fields(reward)} | LOGGED_NAMES
     own = reward.custom if isinstance(reward.custom, dict) else {}
     yield ("reward.custom", not own.keys() & taken, "weights of functions whose names are none of "
            f"{', '.join(sorted(taken))}: a component or a metric is called so")
-    if reward.accuracy == 0:
-        tells = "unless reward.accuracy has a weight, which tells what is correct"
-        yield "loss.likelihood", cfg.loss.likelihood == 0, f"0 {tells}"
-        yield "rollout.differ_in", cfg.rollout.differ_in == "reward", f"reward {tells}"
-
-
-def loss_rules(cfg: Any) -> Iterator[Rule]:
-    loss = cfg.loss
-    yield "loss.kl_corrected", loss.kl > 0 or not loss.kl_corrected, "false, or left out, unless loss.kl > 0"
-    yield ("loss.tis_cap", loss.tis_cap is None or loss.old_logp == "recompute" or loss.trust.kind != "none",
-           "null with loss.old_logp=engine and loss.trust.kind=none, which has no ratio to cap")
-    dual = getattr(loss.trust, "dual", None)
-    if dual is not None:
-        yield "loss.trust.dual", dual > 1 + loss.trust.high, "above 1 + loss.trust.high, or null"
 
 
 def is_chosen(flat: dict[str, Any], choice: str) -> bool:
     """Tell whether a flat config makes a choice."""
-    choice, _, without = choice.partition(" without ")
-    if without and is_chosen(flat, without):
-        return False
+    choice, *without = choice.split(" without ")
     key, named, values = choice.partition("=")
-    value = "null" if flat.get(key) is None else str(flat[key])
-    return value in re.split(", | or ", values) if named else value != "null"
+    value = flat.get(key)
+    if named:
+        value = ("null" if value is None else str(value)) in re.split(", | or ", values)
+    return bool(value) and not any(is_chosen(flat, other) for other in without)
 
 
 def table_rules(cfg: Any) -> Iterator[Rule]:
@@ -201,5 +171,5 @@ def table_rules(cfg: Any) -> Iterator[Rule]:
 def all_rules(cfg: Any) -> Iterator[Rule]:
     """Yield every rule for a config.Config."""
     own = leaves.stated(cfg, "rules")
-    parts = prompt_rules, size_rules, pruning_rules, *own, reward_rules, loss_rules, table_rules
+    parts = prompt_rules, size_rules, *own, reward_rules, table_rules
     return chain.from_iterable(rules(cfg) for rules in parts)

@@ -17,7 +17,8 @@ from leaves.critic.settings import ONLY_WITH as CRITIC_ONLY_WITH
 from leaves.critic.settings import Critic
 from settings import kinds, rules
 from settings import loader as settings
-from settings.leaves import kinds_of
+from settings.leaves import LEAVES as TABLE
+from settings.leaves import settings_of
 
 GOOD = {
     "steps": 3, "model": {"path": "m"}, "data": {"train": "t", "eval": "e"}, "optim": {"lr": 1e-3},
@@ -132,14 +133,14 @@ NAMED = {
     ("VLLM & model.dtype=float64", "model.dtype=float64 must be auto, float32 or bfloat16 with rollout."),
     ("VLLM & rollout.temperature=0.001", "rollout.temperature=0.001 must be at least 0.01 unless"),
     ("VLLM & eval.temperature=0.005", "eval.temperature=0.005 must be 0 or at least 0.01 unless"),
-    ("loss={old_logp: engine, tis_cap: 2, trust: {kind: none}}", "loss.tis_cap=2.0 must be null with loss.old_logp"),
+    ("loss={old_logp: engine, tis_cap: 2, trust: {kind: none}}", "loss.tis_cap=2.0 must be null with loss.trust.kind"),
     ("loss.old_logp=engine & loss.mask_ratio=2", "loss.old_logp=engine must be recompute with loss.mask_ratio=2.0"),
     ("PPS & loss.denominator=kept", "loss.denominator=kept must be all with prune.completions.kind=pps: its weights"),
     ("THINNED & loss.denominator=kept", "loss.denominator=kept must be all with"),
     ("THINNED & loss.normalize=token",
      "loss.normalize=token must be sequence, constant or sum with prune.prompts.kind=bernoulli"),
     ("RANKED & loss.normalize=token",
-     "loss.normalize=token must be sequence, constant or sum with prune.prompts.kind=rank and"),
+     "loss.normalize=token must be sequence, constant or sum with prune.prompts.kind=rank:"),
     ("prune.prompts={kind: rank, drop_prob: 0.1, max_skips: 2}", "=0.1 must be 0 or enough to skip one of 6 (rollout."),
     ("prune.completions={kind: bottom, drop_prob: 0.2}", "=0.2 must be 0 or enough to drop one of 4 (rollout.group"),
     ("THINNED & INFORMATIVE", "rollout.until=informative must be offered or full with prune.prompts.kind=bernoulli"),
@@ -158,12 +159,12 @@ NAMED = {
     ("loss.trust.kind=clamp & loss.trust.dual=10", "loss.trust.dual belongs to clip and clip_sequence; this is clamp"),
     ("loss.trust={kind: binary_kl, divergence: 0}", "loss.trust.divergence=0 must be above 0"),
     ("loss.trust={kind: binary_kl, divergence: 1, cap: 1}", "loss.trust.cap=1 must be above 1"),
-    ("loss.kl_corrected=true", "loss.kl_corrected=True must be false, or left out, unless loss.kl > 0"),
-    ("loss.likelihood=0.1 & reward={accuracy: 0, tag_exact: 1}", "=0.1 must be 0 unless reward.accuracy has a weight"),
-    ("loss.likelihood=0.1 & THINNED", "loss.likelihood=0.1 must be 0 with prune.prompts.kind=bernoulli and"),
+    ("loss.kl_corrected=true", "loss.kl_corrected=True must be left out, or False, unless loss.kl: at 0 there"),
+    ("loss.likelihood=0.1 & reward={accuracy: 0, tag_exact: 1}", "must be left out, or 0.0, unless reward.acc"),
+    ("loss.likelihood=0.1 & THINNED", "loss.likelihood=0.1 must be 0.0 with prune.prompts.kind=bernoulli:"),
     ("loss.entropy=0.1 & THINNED",
-     "loss.entropy=0.1 must be 0 with prune.prompts.kind=bernoulli and loss.denominator=all:"),
-    ("prune={truncated: true, prompts: {kind: bernoulli, drop_prob: 0.5}}", "=True must be false with prune."),
+     "loss.entropy=0.1 must be 0.0 with prune.prompts.kind=bernoulli: with loss.denominator=all"),
+    ("prune={truncated: true, prompts: {kind: bernoulli, drop_prob: 0.5}}", "=True must be False with prune."),
     ("RESIDUAL", "loss.trust.kind=clip must be none with advantage.residual=0.001: only then is its gradient"),
     ("RESIDUAL & loss.trust.kind=none", "loss.normalize=sequence must be sum with advantage.residual=0.001"),
     ("reward.overlong=1", "reward.overlong_tokens=None must be set with reward.overlong, and null without"),
@@ -171,10 +172,10 @@ NAMED = {
     ("reward={overlong: 1, overlong_tokens: 0}", "reward.overlong_tokens=0 must be in 1..8"),
     ("reward={overlong: 1, overlong_tokens: 9}", "reward.overlong_tokens=9 must be in 1..8 (rollout.max_new"),
     ("reward.custom=1", "reward.custom_file=None must be set with reward.custom, and null without"),
-    ("eval.n=2", "eval.n=2 must be 1 at eval.temperature=0: greedy answers"),
-    ("model.compile=true & model.checkpoint_blocks=selective", "must be auto, none or all with model.compile=true"),
+    ("eval.n=2", "eval.n=2 must be left out, or 1, unless eval.temperature: at 0"),
+    ("model.compile=true & model.checkpoint_blocks=selective", "must be auto, none or all with model.compile"),
     ("rollout.differ_in=accuracy", "rollout.differ_in=accuracy must be left out, or reward, unless rollout.until"),
-    ("rollout.differ_in=accuracy & INFORMATIVE & reward={accuracy: 0, wrong: -1}", "must be reward unless reward.accu"),
+    ("rollout.differ_in=accuracy & INFORMATIVE & reward={accuracy: 0, wrong: -1}", "unless reward.accuracy: at 0"),
     ("rollout.oversample=2", "rollout.oversample=2.0 must be left out, or 1.5, unless rollout.until=informat"),
     ("DECOUPLED & INFORMATIVE", "rollout.until=informative must be offered with advantage.kind=decoupled: its scale"),
     ("DECOUPLED & THINNED", "prune.prompts.kind=bernoulli must be none with advantage.kind=decoupled: its scale"),
@@ -221,19 +222,19 @@ def test_a_wrong_setting_is_named_with_its_value_and_what_is_allowed(good, overr
     assert message in said and len(said) < 700 and "\n" not in said
 
 
-def leaves(section=config.Config, path=""):
+def leaves(section, path=""):
     """(dotted name, type) of every setting; of a section with kinds one, whose type is the union."""
     for name, kind in settings.hints(section).items():
         yield from leaves(kind, f"{path}{name}.") if is_dataclass(kind) else [(path + name, kind)]
 
 
-LEAVES = dict(leaves())
+LEAVES = dict(leaves(config.with_leaves(TABLE)))
 UNIONS = {path: settings.choices(kind) for path, kind in LEAVES.items() if settings.choices(kind)}
 
 
 @pytest.mark.parametrize("path", UNIONS)
 def test_kinds_are_named_and_a_key_of_another_kind_is_said_to_belong_to_it(good, path):
-    options, listed = UNIONS[path], ", ".join([*UNIONS[path], *kinds_of(path)])
+    options, listed = UNIONS[path], ", ".join(UNIONS[path])
     assert len(options) == len(get_args(LEAVES[path]))
     default = next(iter(options))  # the file may have what it needs
     assert config.flatten(load("grpo_toy.yaml"))[f"{path}.kind"] == default
@@ -249,9 +250,7 @@ def test_kinds_are_named_and_a_key_of_another_kind_is_said_to_belong_to_it(good,
             said = error_of(good, [f"{path}={{kind: {kind}, {key}: text}}"])
             start, owners, end = re.fullmatch(rf"(.+) belongs to ([\w, ]+); this is {kind}: (.+)", said).groups()
             assert (start, end) == (f"{path}.{key}", f"leave {path}.{key}='text' out, or set {path}.kind")
-            every = options | {name: load_kind() for name, load_kind in kinds_of(path).items()}
-            having = {name for name, other in every.items() if key in settings.hints(other)}
-            assert set(re.split(", | and ", owners)) == having
+            assert owners.split(" and ") == [name for name, other in options.items() if key in settings.hints(other)]
 
 
 @pytest.mark.parametrize("key", ["steps", "model.path", "rollout.group_size", "rollout", "optim.lr"])
@@ -421,22 +420,26 @@ def test_the_tables_of_rules_name_real_settings_and_their_values():
     """A misspelt choice would never be made, and its rule never be broken."""
     words = {f"{path}.{name}": get_args(kind) for path, options in UNIONS.items() for option in options.values()
              for name, kind in settings.hints(option).items()}
-    words |= {key: get_args(kind) or ("True", "False") * (kind is bool) for key, kind in LEAVES.items()}
+    words |= {key: get_args(kind) + ("True", "False") * (bool in (kind, *get_args(kind)))
+              for key, kind in LEAVES.items()}
     words |= {f"{path}.kind": tuple(options) for path, options in UNIONS.items()}
-    words["rollout.group_size"] = ("1",)
-    demands = [f"{key}={allowed}" for required in rules.REQUIRES.values() for key, allowed, _ in required]
-    for choice in [*rules.ONLY_WITH, *rules.REQUIRES, *demands]:
-        choice, _, without = choice.partition(" without ")
-        assert not without or without in LEAVES
-        key, _, values = choice.partition("=")
-        null = {"null"} if type(None) in words[key] else set()
-        assert {word for word in re.split(", | or ", values) if word} <= {*words[key]} | null, choice
-    assert {entry.partition(":")[0] for used in rules.ONLY_WITH.values() for entry in used} <= words.keys()
+    words |= {"rollout.group_size": ("1",), "loss.likelihood": ("0.0",), "loss.entropy": ("0.0",)}
+    for table in (rules, *map(settings_of, TABLE)):
+        only_with, requires = getattr(table, "ONLY_WITH", {}), getattr(table, "REQUIRES", {})
+        demands = [f"{key}={allowed}" for required in requires.values() for key, allowed, _ in required]
+        for choice in " without ".join([*only_with, *requires, *demands]).split(" without "):
+            key, _, values = choice.partition("=")
+            null = {"null"} if type(None) in words[key] else set()
+            assert {word for word in re.split(", | or ", values) if word} <= {*words[key]} | null, choice
+        assert {entry.partition(":")[0] for used in only_with.values() for entry in used} <= words.keys()
     critic = {f"critic.{field.name}" for field in fields(Critic)}
     assert set(CRITIC_ONLY_WITH["advantage.kind=gae"]) == critic
     assert rules.is_chosen({"loss.trust.kind": "clip"}, "loss.trust.kind=clamp or clip")
     assert not rules.is_chosen({"loss.trust.kind": "clip"}, "loss.trust.kind=clamp or clip_sequence")
     assert rules.is_chosen({"windows.tokens": 4}, "windows.tokens") and not rules.is_chosen({}, "windows.tokens")
+    assert not rules.is_chosen({"loss.kl": 0.0}, "loss.kl") and rules.is_chosen({"loss.kl": 0.1}, "loss.kl")
+    for loss, chosen in ({"a": 1}, True), ({"a": 1, "b": 1}, False), ({"a": 1, "c": 1}, False), ({"b": 1}, False):
+        assert rules.is_chosen(loss, "a without b without c") == chosen
     assert rules.is_chosen({"loss.tis_cap": None}, "loss.tis_cap=null")
     assert not rules.is_chosen({"loss.tis_cap": 2.0}, "loss.tis_cap=null")
 

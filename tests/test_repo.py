@@ -20,7 +20,7 @@ import train
 from infra import runfolder
 from rollout_vllm import VLLM_VERSION
 from settings import loader
-from settings.leaves import LEAVES, kinds_of, own_sections
+from settings.leaves import LEAVES
 
 FOLDERS = ("verify", "infra", "settings", "leaves", *(f"leaves.{leaf}" for leaf in LEAVES))
 FILES = {path.stem: path for path in ROOT.glob("*.py")} | {
@@ -33,15 +33,14 @@ TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PAGES}
 OTHERS = [path for folder in ("assets", "bench", "examples", "experiments", "toy")
           for path in (ROOT / folder).glob("*.py")]
 
-EVERY = loader.extended(config.Config, own_sections(list(LEAVES)))  # with the sections of all leaves
+EVERY = config.with_leaves(LEAVES)
 
 
 def sections(cls=EVERY, prefix=""):
     """(dotted name of a section, its dataclass), those of every kind included."""
     yield prefix, cls
     for name, hint in get_type_hints(cls).items():
-        of_leaves = (load() for load in kinds_of(f"{prefix}{name}").values())
-        for kind in (*(get_args(hint) or (hint,)), *of_leaves):
+        for kind in get_args(hint) or (hint,):
             if is_dataclass(kind):
                 yield from sections(kind, f"{prefix}{name}.")
 

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from infra.tokenizer import Tokenizer
-from infra.user_files import describe_end, read_file, report_once
-from infra.user_worker import Source
+from infra.user_files import UserFile, read_file
 from leaves.environment.settings import Environment
 from leaves.environment.worker import Reply, Turn, call_environment, list_schemas, make_reply
 from records import Problem, frozen
@@ -16,22 +15,12 @@ CHARACTERS = 200  # of one token at most, so that a reply with more for each tok
 
 
 @frozen
-class EnvironmentFile:
-    """A file with reply() or tools(), as it was when the run began, and how it is called."""
+class EnvironmentFile(UserFile):
+    """A file with reply() or tools()."""
 
     settings: Environment
-    source: Source
     tools: tuple[dict, ...] = ()  # as chat templates take them; empty with reply()
     format: str = "plain"         # of their calls
-
-    @property
-    def limits(self) -> Limits:
-        own = self.settings
-        named = "environment.seconds", "environment.gib"
-        return Limits("environment", int(own.gib * 2**30), WORKERS, own.seconds, named)
-
-    def error(self, what: str) -> ConfigError:
-        return ConfigError(f"environment.file={self.settings.file}: {what}")
 
     def fitted(self, tokenizer: Tokenizer) -> "EnvironmentFile":
         """Choose the format of calls by the chat template. Raises ConfigError without a place for tools."""
@@ -47,9 +36,6 @@ class EnvironmentFile:
                 "set it to plain and describe them in data.system_prompt, or set data.chat_template")
         return replace(self, format=form)
 
-    def call(self, function: object, *given: object) -> Call:
-        return Call(function, self.source, self.settings.seconds, *given, limits=self.limits)
-
     def ask(self, text: str, newest: str, row: dict) -> Call:
         """Ask for the reply to a turn: the text so far, and the newest turn in it."""
         turn = Turn(text, newest, row, self.format, CHARACTERS * self.settings.max_context)
@@ -61,19 +47,14 @@ class EnvironmentFile:
         Raises ConfigError for an error in the file.
         """
         try:
-            reply = call.result()
+            return self.checked(call.result(), f" (row {row_id})")
         except OverLimit as error:
             goes_on = "the model reads that" if self.tools else "its completion ends there"
-            report_once(f"environment.file={self.settings.file}", self.limits, str(error), row_id,
-                        f"{goes_on}, as of all that end so (environment/failures)")
+            how = self.report_once(error, row_id, f"{goes_on}, as of all that end so (environment/failures)")
             if not self.tools:
                 return Reply(None, failures=1)
-            how = describe_end(self.limits, str(error))
             message = {"role": "tool", "name": "", "content": f"error: the call {how}"}
             return make_reply([message], self.format, 1)
-        if isinstance(reply, str):
-            raise self.error(f"{reply} (row {row_id})")
-        return reply
 
     def try_rows(self, *sets: Sequence[Problem]) -> None:
         """Ask for a reply to an empty text, for the first and the last row of each set.
@@ -82,20 +63,14 @@ class EnvironmentFile:
         """
         for problems in sets:
             for problem in (problems[0], problems[-1]):
-                if self.wait(self.ask("", "", problem.row), problem.id).failures:
-                    raise self.error(f"before the run, a call had to be ended (row {problem.id})")
+                self.first_value(self.ask("", "", problem.row), f" (row {problem.id})")
 
 
 def open_environment(settings: Environment) -> EnvironmentFile | None:
     """Read the file of an environment and list its tools; None without a file. Raises ConfigError."""
     if settings.file is None:
         return None
-    own = EnvironmentFile(settings, read_file(settings.file, "environment.file"))
-    try:
-        schemas = own.call(list_schemas).result()
-    except OverLimit as error:
-        how = describe_end(own.limits, str(error))
-        raise own.error(f"before the run, a call {how}") from None
-    if isinstance(schemas, str):
-        raise own.error(schemas)
-    return replace(own, tools=tuple(schemas))
+    limits = Limits("environment", int(settings.gib * 2**30), WORKERS, settings.seconds,
+                    ("environment.seconds", "environment.gib"))
+    own = EnvironmentFile("environment.file", read_file(settings.file, "environment.file"), limits, settings)
+    return replace(own, tools=tuple(own.first_value(own.call(list_schemas))))

@@ -20,7 +20,7 @@ from leaves.environment.file import EnvironmentFile, open_environment
 from leaves.environment.join import EnvironmentEngine, join
 from leaves.environment.replies import Splicer
 from leaves.environment.settings import Environment
-from leaves.environment.worker import Reply, Turn, find_calls, reply_to
+from leaves.environment.worker import Reply, Turn, reply_to
 from records import Problem, Prompt, Request, Sample
 from rollout import tokens_before
 from settings.loader import ConfigError
@@ -228,13 +228,14 @@ def test_tools_are_described_by_their_types_and_docstrings(tmp_path):
 
 
 @pytest.mark.parametrize(("form", "turn", "calls"), [
-    ("qwen", 'So <tool_call>\n{"name": "add"}\n</tool_call> <tool_call>x</tool_call>', ['\n{"name": "add"}\n', "x"]),
-    ("qwen", '{"name": "add"}', []),
-    ("plain", 'I add {"name": "add", "arguments": {}}', ['{"name": "add", "arguments": {}}']),
-    ("llama", '<|python_tag|>{ "name" : "add", "parameters": {}}', ['{ "name" : "add", "parameters": {}}']),
-    ("llama", '{"answer": 5}', []), ("plain", "#### 5", [])])
+    ("qwen", 'So <tool_call>\n{"name": "add"}\n</tool_call> <tool_call>x</tool_call>', 2),
+    ("qwen", '{"name": "add"}', 0), ("plain", 'I add {"name": "add", "arguments": {"a": 1}}', 1),
+    ("llama", '<|python_tag|>{ "name" : "add", "parameters": {}}', 1),
+    ("llama", '{"answer": 5}', 0), ("plain", "#### 5", 0)])
 def test_calls_are_found_as_each_format_writes_them(form, turn, calls):
-    assert find_calls(turn, form) == calls
+    scope: dict = {}
+    exec(ADD, scope)
+    assert reply_to(scope, Turn(turn, turn, {}, form, 100)).calls == calls
 
 
 @pytest.mark.parametrize(("call", "content", "failures"), [
@@ -275,10 +276,10 @@ def test_a_template_with_a_place_for_tools_gets_them_and_names_the_format(tmp_pa
 
 HOSTILE = {
     "sys.exit": ("import sys; sys.exit(0)", "it raises SystemExit in line 2: 0"),
-    "os._exit": ("import os; os._exit(0)", r"before the run, a call had to be ended"),
-    "loops": ("while True: pass", r"before the run, a call had to be ended"),
-    "sleeps": ("import time; time.sleep(10**6)", r"before the run, a call had to be ended"),
-    "memory": ("return 'x' * 10**13", r"before the run, a call had to be ended"),
+    "os._exit": ("import os; os._exit(0)", r"before the run, a call (took|ended|asked)"),
+    "loops": ("while True: pass", r"before the run, a call (took|ended|asked)"),
+    "sleeps": ("import time; time.sleep(10**6)", r"before the run, a call (took|ended|asked)"),
+    "memory": ("return 'x' * 10**13", r"before the run, a call (took|ended|asked)"),
     "number": ("return 5", r"reply\(\) returns 5; it must be a text, a list of messages, or None"),
     "empty": ("return ''", r"reply\(\) returns ''; it must be a text"),
     "bytes": ("return b'5'", r"reply\(\) returns b'5'; it must be a text"),

@@ -116,7 +116,8 @@ def shorten(text: str, turn: Turn) -> str:
 
 def answer_calls(functions: dict[str, Callable], turn: Turn) -> Reply:
     """Run the tools that a turn calls. The result of each, or the error, becomes a message or a line."""
-    calls = find_calls(turn.newest, turn.format)
+    # Qwen's stand within tags; else the turn ends with one: 'I add {"name": "add", "arguments": {"a": 1}}'.
+    calls = (TAGGED_CALL if turn.format == "qwen" else BARE_CALL).findall(turn.newest)
     if not calls:
         return Reply(None, calls=0)
     messages, failures = [], 0
@@ -133,15 +134,6 @@ def make_reply(messages: list[dict], form: str, failures: int) -> Reply:
     if form == "plain":
         content = "".join(f"\n{message['content']}\n" for message in messages)
     return Reply(content, len(messages), failures)
-
-
-def find_calls(text: str, form: str) -> list[str]:
-    """Find the calls in a turn: of Qwen within tags, else the object that the turn ends with.
-
-    'Let me see. {"name": "add", "arguments": {"a": 1, "b": 2}}' has one call, the text from { on.
-    """
-    pattern = TAGGED_CALL if form == "qwen" else BARE_CALL
-    return pattern.findall(text)
 
 
 def run_tool(functions: dict[str, Callable], call: str, turn: Turn) -> tuple[str, str, bool]:

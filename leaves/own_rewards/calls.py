@@ -1,7 +1,6 @@
 """Call the user's own reward functions, from the file reward.custom_file, in workers that may be ended.
 
-The names of a function's parameters choose its arguments, any of ARGUMENTS; if it has none of these names it
-gets the first of them in this order. It returns a number in [-1, 1], or None for a completion that it cannot
+The names of a function's parameters choose its arguments, any of ARGUMENTS. It returns a number in [-1, 1], or None for a completion that it cannot
 judge. Only numbers and texts travel back, so no exception and no result can end the trainer.
 """
 
@@ -10,8 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import field
 
-from config import ConfigError, Reward
-from infra.user_files import describe_end, read_file, report_once
+from config import Reward
+from infra.user_files import UserFile, read_file
 from infra.user_worker import Source
 from leaves.own_rewards.worker import call_functions
 from records import Problem, Prompt, Rewards, frozen
@@ -19,31 +18,18 @@ from verify.workers import TIME, WORKERS, Call, Limits, OverLimit
 
 
 @frozen
-class RewardFile:
-    """A file of reward functions, as it was when the run began, and how its functions are called."""
+class RewardFile(UserFile):
+    """A file of reward functions."""
 
-    source: Source
     functions: tuple[str, ...]
-    limits: Limits
     ended: float  # the value of a function if its call was ended
 
     @staticmethod
     def of(cfg: Reward) -> "RewardFile":
-        return RewardFile(
-            source=read_source(cfg),
-            functions=tuple(cfg.functions.values()),
-            limits=Limits(
-                "reward function",
-                int(cfg.custom_gib * 2**30),
-                cfg.custom_workers or WORKERS,
-                cfg.custom_seconds,
-                ("reward.custom_seconds", "reward.custom_gib"),
-            ),
-            ended=cfg.custom_ended,
-        )
-
-    def error(self, what: str) -> ConfigError:
-        return ConfigError(f"reward.custom_file={self.source.path}: {what}")
+        limits = Limits("reward function", int(cfg.custom_gib * 2**30), cfg.custom_workers or WORKERS,
+                        cfg.custom_seconds, ("reward.custom_seconds", "reward.custom_gib"))
+        functions = tuple(cfg.functions.values())
+        return RewardFile("reward.custom_file", read_source(cfg), limits, functions, cfg.custom_ended)
 
 
 def read_source(cfg: Reward) -> Source | None:
@@ -71,14 +57,7 @@ def start_call(own: RewardFile, problem: Problem | Prompt, text: str, tokens: in
 @functools.lru_cache(maxsize=20_000)
 def start_once(own: RewardFile, judged: RewardCall) -> Call:
     values = judged.text, judged.gold, judged.tokens, judged.row
-    return Call(
-        call_functions,
-        own.source,
-        own.functions,
-        own.limits.seconds,
-        values,
-        limits=own.limits,
-    )
+    return own.call(call_functions, own.functions, values)
 
 
 def read_values(own: RewardFile, cfg: Reward, call: Call, row_id: str, timed_out: bool) -> dict[str, float]:
@@ -87,27 +66,17 @@ def read_values(own: RewardFile, cfg: Reward, call: Call, row_id: str, timed_out
     All functions of a call that was ended have the value own.ended. Raises ConfigError for anything else that
     goes wrong.
     """
-    died = False
+    reason = ""
     try:
-        returned = await_call(own, call, row_id)
+        returned = own.checked(call.result(), f" (row {row_id})")
     except OverLimit as error:
         reason = str(error)
-        report_once(f"reward.custom_file={own.source.path}", own.limits, reason, row_id,
-                    f"its value is {own.ended:g} (reward.custom_ended), as of all that end so "
-                    "(reward/timed_out, reward/died)")
+        own.report_once(error, row_id, f"its value is {own.ended:g} (reward.custom_ended), as of all that "
+                        "end so (reward/timed_out, reward/died)")
         returned = [own.ended] * len(own.functions)
-        timed_out = timed_out or reason == TIME
-        died = reason != TIME
-    values = dict(zip(cfg.functions, returned, strict=True))
-    return values | {"timed_out": timed_out, "died": died}
-
-
-def await_call(own: RewardFile, call: Call, row_id: str) -> list[float]:
-    """Wait for a call; return one value per function, nan for None. Raises OverLimit and ConfigError."""
-    values = call.result()
-    if isinstance(values, str):
-        raise own.error(f"{values} (row {row_id})")
-    return [math.nan if value is None else value for value in values]
+    values = {name: math.nan if value is None else value
+              for name, value in zip(cfg.functions, returned, strict=True)}
+    return values | {"timed_out": timed_out or reason == TIME, "died": reason not in ("", TIME)}
 
 
 def require_lives(rewards: Rewards, cfg: Reward) -> None:
@@ -133,8 +102,4 @@ def try_functions(cfg: Reward, *sets: Sequence[Problem]) -> None:
     rows = [row for problems in sets for row in (problems[0], problems[-1])]
     calls = [start_call(own, problem, problem.solution or problem.answer, 1) for problem in rows]
     for problem, call in zip(rows, calls, strict=True):
-        try:
-            await_call(own, call, problem.id)
-        except OverLimit as error:
-            reason = describe_end(own.limits, str(error))
-            raise own.error(f"before the run, a call {reason} (row {problem.id})") from None
+        own.first_value(call, f" (row {problem.id})")

@@ -9,16 +9,10 @@ from collections.abc import Callable, Sequence
 from infra.user_worker import Source, WrongFile, on_one_line, run_guarded
 
 ARGUMENTS = ("text", "gold", "tokens", "row")  # the completion, the gold answer, tokens sampled, the data row
-# Parameters of other trainers' functions: called by position, they would get the wrong values.
-OTHER_FRAMEWORKS = ("completions", "prompts", "solution_str", "ground_truth", "data_source")
 
 
-def call_functions(
-    source: Source,
-    names: Sequence[str],
-    seconds: float,
-    values: tuple,
-) -> list[float | None] | str:
+def call_functions(source: Source, seconds: float, names: Sequence[str],
+                   values: tuple) -> list[float | None] | str:
     """Call functions of a file on one completion, `values` of ARGUMENTS. Returns their values, or an error as
     text."""
     return run_guarded(
@@ -48,24 +42,17 @@ def call_one(scope: dict, name: str, values: tuple) -> float | None:
 
 
 def choose_arguments(name: str, function: Callable, values: tuple) -> dict:
-    """Choose a function's arguments, by the names of its parameters or in the order of ARGUMENTS."""
+    """Choose a function's arguments by the names of its parameters."""
     known = dict(zip(ARGUMENTS, values, strict=True))
-    parameters = inspect.signature(function).parameters
-    required = []
-    takes_all = False
-    for key, p in parameters.items():
+    signature = inspect.signature(function)
+    required, takes_all = [], False
+    for key, p in signature.parameters.items():
         if p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY):
-            raise WrongFile(f"{name}{inspect.signature(function)} must take what it asks for by name")
-        if p.kind is p.VAR_KEYWORD:
-            takes_all = True
-        elif p.default is p.empty:
+            raise WrongFile(f"{name}{signature} must take what it asks for by name")
+        takes_all = takes_all or p.kind is p.VAR_KEYWORD
+        if key not in known and p.default is p.empty and p.kind is not p.VAR_KEYWORD:
             required.append(key)
-    by_position = not takes_all and not parameters.keys() & known.keys() and len(required) <= len(ARGUMENTS)
-    if by_position and not set(OTHER_FRAMEWORKS) & set(required):
-        return dict(zip(required, values, strict=False))
-    if unknown := [key for key in required if key not in known]:
+    if required:
         raise WrongFile(
-            f"{name}() asks for {', '.join(unknown)}; it can have {', '.join(ARGUMENTS)}, of one completion")
-    if takes_all:
-        return known
-    return {key: value for key, value in known.items() if key in parameters}
+            f"{name}() asks for {', '.join(required)}; it can have {', '.join(ARGUMENTS)}, of one completion")
+    return {key: value for key, value in known.items() if takes_all or key in signature.parameters}

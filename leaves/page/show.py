@@ -19,9 +19,9 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from config import Config, ConfigError
+from config import Config, ConfigError, with_leaves
 from settings import leaves
-from settings.loader import choices, describe, extended
+from settings.loader import choices, describe
 from settings.rules import ONLY_WITH, REQUIRES
 
 REQUIRED = "required"
@@ -93,7 +93,7 @@ def describe_settings(section: str = "") -> str:
 
     Raises ConfigError if there is no such section.
     """
-    every = extended(Config, leaves.own_sections(list(leaves.LEAVES)))
+    every = with_leaves(leaves.LEAVES)
     run = "\n".join([f"# {RUN}", *describe_fields(every, "")])
     texts = {RUN: run} | dict(describe_sections(every, "")) | {RULES: describe_rules()}
     chosen = [name for name in texts if f"{name}.".startswith(f"{section}.")] if section else list(texts)
@@ -114,8 +114,7 @@ def advise(section: str, texts: dict[str, str]) -> str:
 def describe_sections(section: type, path: str) -> Iterator[tuple[str, str]]:
     """Yield the dotted name and the text of each section inside this one, and of each kind of it."""
     for name, hint in get_type_hints(section, include_extras=True).items():
-        of_leaves = {kind: load() for kind, load in leaves.kinds_of(f"{path}{name}").items()}
-        for kind, option in ((choices(hint) or {"": hint}) | of_leaves).items():
+        for kind, option in (choices(hint) or {"": hint}).items():
             if is_dataclass(option):
                 title = f"{path}{name}" + (f".kind={kind}" if kind else "")
                 own = option.__doc__ if not option.__doc__.startswith(f"{option.__name__}(") else ""

@@ -62,7 +62,7 @@ def objective(name: str, out, *settings: str) -> config.Config:
 def change(cfg: config.Config, *overrides: str) -> config.Config:
     raw = config.yaml.safe_load(config.dump(cfg))
     for override in overrides:
-        raw = settings.merge(raw, settings.override(override, config.Config))
+        raw = settings.merge(raw, settings.override(override, config.type_of))
     return config.build(raw)
 
 

@@ -14,8 +14,9 @@ from outcomes import ADV_NG, EXACT, LENGTHS, REWARD_NG, Step, bias_of_both, by_b
 from test_objectives import compare
 from torch import Tensor
 
+import config
 import update
-from advantage import ESTIMATORS, group_norm
+from advantage import group_norm
 from collect import Selection, choose
 from config import ConfigError
 from history import PromptHistory
@@ -23,7 +24,7 @@ from prune import COMPLETIONS, Candidates, below_mean, drop_bottom, keep_all, ke
 from records import Batch, Group, Pruned, Rewards, Rolled, lengths
 from settings import kinds, leaves
 from settings.kinds import Bernoulli, Pps
-from settings.loader import choices
+from settings.loader import choices, hints
 
 HALF = Bernoulli(drop_prob=0.7)
 
@@ -92,8 +93,7 @@ class Padded(Step):
                        Group(b.prompt, (y.samples[0], *b.samples, y.samples[1]))]
 
 
-OF_LEAVES = leaves.kinds_of("advantage")
-KINDS = [*ESTIMATORS, *OF_LEAVES]
+KINDS = choices(hints(config.with_leaves(leaves.LEAVES))["advantage"])
 MORE = {"gae": ["critic.lr=1e-4"], "preference": ["advantage.likelihood=0.3"]}
 
 
@@ -104,8 +104,7 @@ def is_paired(kind: str) -> bool:
 def by_kind(kind: str) -> list[str]:
     """Settings that compare completions by this kind."""
     alone = ["loss.trust.kind=none", "loss.normalize=sum"] if is_paired(kind) else []
-    section = OF_LEAVES[kind]() if kind in OF_LEAVES else choices(kinds.Advantage)[kind]
-    return [f"advantage={needed(section)}", *alone, *MORE.get(kind, [])]
+    return [f"advantage={needed(KINDS[kind])}", *alone, *MORE.get(kind, [])]
 
 
 def compared(step: Step, reward_NG: Tensor, rolled_out: tuple[bool, ...] = (True, True)) -> tuple[Rewards, Tensor]:
