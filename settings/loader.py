@@ -23,7 +23,7 @@ UNIONS = (Union, types.UnionType)
 NOT_ALLOWED = object()  # stands for a value that a type does not allow
 TYPE_NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text",
               types.NoneType: "null", Any: "anything"}
-MOST = 10_000            # values in a setting that may be anything
+MOST = 20               # aliases in a yaml text: a few hundred can stand for gigabytes
 SHORT = reprlib.Repr()  # shortens a value in an error: a few lines of yaml can stand for gigabytes
 SHORT.maxlevel, SHORT.maxstring, SHORT.maxother, SHORT.maxlong = 2, 200, 200, 200
 
@@ -86,6 +86,8 @@ class Loader(yaml.SafeLoader):
     1e-6 is a text too, as in yaml 1.1, so that every tool reads and quotes a saved config in one way.
     """
 
+    aliases = 0
+
     def resolve(self, kind: type, value: str, implicit: tuple[bool, bool]) -> str:
         tag = super().resolve(kind, value, implicit)
         octal_or_base_60 = tag.endswith((":int", ":float")) and re.match(r"[-+]?0[0-9_]|.*:", value)
@@ -98,6 +100,12 @@ class Loader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(
                     problem=f"'{key.value}' is given twice", problem_mark=key.start_mark)
         return super().construct_mapping(node, deep)
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        self.aliases += self.check_event(yaml.AliasEvent)
+        if self.aliases > MOST:
+            raise ValueError(f"it has more than {MOST} aliases")
+        return super().compose_node(parent, index)
 
 
 def parse(text: str | bytes, source: str | Path) -> Any:
@@ -299,8 +307,6 @@ def fit(value: Any, kind: Any, path: str) -> Any:
     origin, inner = get_origin(kind), get_args(kind)
     if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
         raise ConfigError(f"{path}={SHORT.repr(value)} holds half a character; write it as UTF-8")
-    if kind is Any and not is_small(value):
-        raise ConfigError(f"{path} stands for more than {MOST} values; write fewer, or fewer aliases")
     if origin is Annotated:
         plain, (allows, _) = inner
         number = fit(value, plain, path)
@@ -327,18 +333,6 @@ def fit(value: Any, kind: Any, path: str) -> Any:
     if kind is int and type(value) is int and abs(value) >= 2**63:
         raise ConfigError(f"{path}={SHORT.repr(value)} must be below 2**63")
     return value if type(value) is kind or kind is Any else NOT_ALLOWED
-
-
-def is_small(value: Any) -> bool:
-    """Tell whether a value holds fewer than MOST values, written out: a few aliases of yaml can stand for any
-    number."""
-    left = [value]
-    for _ in range(MOST):
-        if not left:
-            return True
-        inner = left.pop()
-        left += inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list) else []
-    return False
 
 
 def describe(kind: Any, value: Any = None) -> str:

@@ -43,9 +43,8 @@ def matching(text: str, option: str) -> list[Path]:
 
 
 def short_names(paths: list[Path]) -> list[str]:
-    """Name paths by their differing folders: runs/a/hf and runs/b/hf are "a" and "b"."""
-    parts = [path.resolve().parts for path in paths]
-    if len({len(own) for own in parts}) > 1:
-        return ["_".join(own[1:]) for own in parts]  # all of a path but its root
-    telling = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
-    return ["_".join(part for part, tells in zip(own, telling, strict=True) if tells) for own in parts]
+    """Name paths by what lies below the folder that holds all of them: runs/a/hf and runs/b/hf are "a_hf" and
+    "b_hf"."""
+    whole = [path.resolve() for path in paths]
+    folder = os.path.commonpath([path.parent for path in whole])
+    return ["_".join(path.relative_to(folder).parts) for path in whole]

@@ -78,10 +78,9 @@ def test_ids_of_a_chat_are_a_function_of_text_and_vocabulary(asked, tmp_path):
     assert ours(folder, TALK) == theirs(folder, TALK) == ours(TOY, TALK)
 
 
-@pytest.mark.parametrize(("asked", "before"), [
-    ("truncation", []), ("padding", []), ("dropout", []), ("BOS", [0]), ("BOS and EOS", [0])])
-def test_a_plain_prompt_begins_once_and_does_not_end(asked, before, tmp_path):
-    folder = folder_with(tmp_path / "model", tokenizer=ASKED[asked])
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_plain_prompt_begins_once_and_does_not_end(asked, tmp_path):
+    folder, before = folder_with(tmp_path / "model", tokenizer=ASKED[asked]), [0] * ("BOS" in asked)
     bare = ours(TOY, TALK[:1], prompt="Q: {question}\nA:")
     assert ours(folder, TALK[:1], prompt="Q: {question}\nA:") == before + bare
     assert ours(folder, TALK[:1], prompt="<|endoftext|>Q: {question}\nA:") == [0, *bare]
@@ -140,28 +139,25 @@ def test_a_template_renders_as_in_transformers(name, tmp_path):
     assert tokenizer(folder).render(TALK, None) == expected != ""
 
 
-@pytest.mark.parametrize("shape", [list, dict])
-def test_of_several_templates_the_default_is_taken(shape, tmp_path):
-    several = {"tool_use": "TOOLS", "default": "{{ messages[0].content }}!"}
-    listed = [{"name": name, "template": text} for name, text in several.items()] if shape is list else several
-    folder = folder_with(tmp_path / "model", tokenizer_config={"chat_template": listed})
-    assert tokenizer(folder).render(TALK, None) == "1+1?!"
-    folder = folder_with(tmp_path / "other", tokenizer_config={"chat_template": listed[:1] if shape is list else {
-        "tool_use": "TOOLS"}})
+SEVERAL = {"tool_use": "TOOLS", "default": "{{ messages[0].content }}!"}
+
+
+@pytest.mark.parametrize(("changes", "text"), [
+    ({"tokenizer_config": {"chat_template": SEVERAL}}, "1+1?!"),
+    ({"tokenizer_config": {"chat_template": [{"name": n, "template": t} for n, t in SEVERAL.items()]}}, "1+1?!"),
+    ({"tokenizer_config": {"chat_template": None}, "chat_template": {"chat_template": SEVERAL["default"]}}, "1+1?!"),
+    ({"tokenizer_config": {"chat_template": "{{ bos_token }}{{ eos_token }}?"},  # the config's own comes first
+      "special_tokens_map": {"bos_token": {"content": "<|endoftext|>"}, "eos_token": "<|endoftext|>"}},
+     "<|endoftext|><|im_end|>?")], ids=["several", "listed", "a processor's", "the older file of special tokens"])
+def test_a_template_and_its_tokens_are_found_in_each_place(changes, text, tmp_path):
+    assert tokenizer(folder_with(tmp_path / "model", **changes)).render(TALK, None) == text
+
+
+@pytest.mark.parametrize("several", [{"tool_use": "TOOLS"}, [{"name": "tool_use", "template": "TOOLS"}]])
+def test_several_templates_without_a_default_are_an_error(several, tmp_path):
+    folder = folder_with(tmp_path / "model", tokenizer_config={"chat_template": several})
     with pytest.raises(ConfigError, match="has the chat templates tool_use and none named default; write one to a fi"):
         tokenizer(folder)
-
-
-def test_a_template_in_a_processors_file(tmp_path):
-    folder = folder_with(tmp_path / "model", tokenizer_config={"chat_template": None},
-                         chat_template={"chat_template": "{{ messages[0].content }}!"})
-    assert tokenizer(folder).render(TALK, None) == "1+1?!"
-
-
-def test_special_tokens_of_the_older_file_reach_the_template(tmp_path):
-    folder = folder_with(tmp_path / "model", tokenizer_config={"chat_template": "{{ bos_token }}{{ eos_token }}?"},
-                         special_tokens_map={"bos_token": {"content": "<|endoftext|>"}, "eos_token": "<|endoftext|>"})
-    assert tokenizer(folder).render(TALK, None) == "<|endoftext|><|im_end|>?"  # the config's own comes first
 
 
 def test_a_date_is_there_if_it_is_set(tmp_path):
@@ -169,6 +165,8 @@ def test_a_date_is_there_if_it_is_set(tmp_path):
     with pytest.raises(ConfigError, match="it writes today's date: set data.date to one that stays, such as 2026-01-3"):
         tokenizer(folder).render(TALK, None)
     assert tokenizer(folder, date="2026-03-01").render(TALK, None) == "01 Mar 2026"
+    asks = {"chat_template": "{{ strftime_now('%Y') if strftime_now is defined else 'July' }}"}  # Llama 3.2's
+    assert tokenizer(folder_with(tmp_path / "asks", tokenizer_config=asks)).render(TALK, None) == "July"
     with pytest.raises(ConfigError, match="data.date='soon' must be a day as YYYY-MM-DD"):
         tokenizer(folder, date="soon")
 
@@ -321,9 +319,6 @@ def test_an_export_prompts_by_itself_as_the_run_did(how, tmp_path):
     export(load(folder), folder, tmp_path / "hf", prompted_files(read, system))
     question = [{"role": "user", "content": "1 + 1?"}]
     assert ours(tmp_path / "hf", question) == theirs(tmp_path / "hf", question) == list(ids)
-
-
-def test_an_export_without_settings_of_ones_own_changes_no_file(tmp_path):
     assert prompted_files(tokenizer(TOY), None) == {}
 
 

@@ -109,14 +109,6 @@ def test_rows_of_the_hub_that_box_nothing_are_counted(monkeypatch, capsys):
     assert "2 of 4 rows box no answer and are left out" in capsys.readouterr().err
 
 
-def test_prompts_do_not_depend_on_the_day(tmp_path):
-    """Llama 3.2's template asks for the date where it is given one."""
-    folder = write_tiny(tmp_path)
-    (folder / "chat_template.jinja").write_text(
-        "{{ strftime_now('%d %b %Y') if strftime_now is defined else '26 Jul 2024' }} {{ messages | tojson }}")
-    assert data.Tokenizer(folder).render("<é>", None) == '26 Jul 2024 [{"role": "user", "content": "<é>"}]'
-
-
 @pytest.mark.parametrize("system", [None, "Answer in {{ braces }}."])
 def test_prompts_equal_those_of_transformers(system):
     """The same text and the same token ids, for text with bytes that the toy never saw."""
@@ -126,9 +118,10 @@ def test_prompts_equal_those_of_transformers(system):
     text = ours.render(QUESTION, system)
     assert text == theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert text.endswith("<|im_start|>assistant\n")
-    ids, = ours.encode([text])
-    assert list(ids) == theirs(text, add_special_tokens=False)["input_ids"]
-    assert ours.rust.decode(list(ids), skip_special_tokens=False) == text
+    for any_text in (text, "".join(map(chr, range(1, 256))) + "\U0001f600"):  # no byte is unknown
+        ids, = ours.encode([any_text])
+        assert list(ids) == theirs(any_text, add_special_tokens=False)["input_ids"]
+        assert ours.rust.decode(list(ids), skip_special_tokens=False) == any_text
 
 
 def edit(folder, name, **changes):
@@ -307,13 +300,6 @@ def test_a_history_of_an_older_version_is_refused_unless_it_is_empty():
             history.restore(old | more)
 
 
-def test_the_toy_tokenizer_has_no_unknown_token_for_any_byte():
-    tokenizer = data.Tokenizer(TOY)
-    text = "".join(map(chr, range(1, 256))) + QUESTION + "\U0001f600"
-    ids, = tokenizer.encode([text])
-    assert tokenizer.rust.decode(list(ids), skip_special_tokens=False) == text
-
-
 def test_a_template_that_renders_nothing_is_an_error():
     tokenizer = data.Tokenizer(TOY)
     tokenizer.render = lambda *_: ""
@@ -368,7 +354,7 @@ def test_marked_rows_are_left_out_of_training_alone(tmp_path, capsys):
 def test_problems_that_are_evaluated_on_are_not_trained_on(capsys):
     problems = [Problem("a", "How many?", "1"), Problem("b", "Why?", "2"), Problem("c", "how  MANY?", "1")]
     assert data.drop_overlap(problems, [Problem("x", "how many? ", "1")]) == problems[1:2]
-    assert "2 of 3 training problems are evaluated on, and left out" in capsys.readouterr().err
+    assert "2 of 3 training problems are evaluated on and are left out" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="data.train holds no problem that data.eval does not hold too"):
         data.drop_overlap(problems[:1], problems)
 

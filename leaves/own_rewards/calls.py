@@ -1,7 +1,8 @@
 """Call the user's own reward functions, from the file reward.custom_file, in workers that may be ended.
 
-The names of a function's parameters choose its arguments, any of ARGUMENTS. It returns a number in [-1, 1], or None for a completion that it cannot
-judge. Only numbers and texts travel back, so no exception and no result can end the trainer.
+The names of a function's parameters choose its arguments, any of ARGUMENTS. It returns a number in [-1, 1],
+or None for a completion that it cannot judge. Only numbers and texts travel back, so no exception and no
+result can end the trainer.
 """
 
 import functools
