@@ -23,7 +23,6 @@ UNIONS = (Union, types.UnionType)
 NOT_ALLOWED = object()  # stands for a value that a type does not allow
 TYPE_NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text",
               types.NoneType: "null", Any: "anything"}
-MOST = 20               # aliases in a yaml text: a few hundred can stand for gigabytes
 SHORT = reprlib.Repr()  # shortens a value in an error: a few lines of yaml can stand for gigabytes
 SHORT.maxlevel, SHORT.maxstring, SHORT.maxother, SHORT.maxlong = 2, 200, 200, 200
 
@@ -86,8 +85,6 @@ class Loader(yaml.SafeLoader):
     1e-6 is a text too, as in yaml 1.1, so that every tool reads and quotes a saved config in one way.
     """
 
-    aliases = 0
-
     def resolve(self, kind: type, value: str, implicit: tuple[bool, bool]) -> str:
         tag = super().resolve(kind, value, implicit)
         octal_or_base_60 = tag.endswith((":int", ":float")) and re.match(r"[-+]?0[0-9_]|.*:", value)
@@ -100,12 +97,6 @@ class Loader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(
                     problem=f"'{key.value}' is given twice", problem_mark=key.start_mark)
         return super().construct_mapping(node, deep)
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
-        self.aliases += self.check_event(yaml.AliasEvent)
-        if self.aliases > MOST:
-            raise ValueError(f"it has more than {MOST} aliases")
-        return super().compose_node(parent, index)
 
 
 def parse(text: str | bytes, source: str | Path) -> Any:
