@@ -25,7 +25,6 @@ from settings.loader import (
     Positive,
     PositiveOrZero,
     Share,
-    at_least,
     flatten,
     frozen,
 )
@@ -71,7 +70,7 @@ class Data:
 
 @frozen
 class Rollout:
-    group_size: Annotated[int, at_least(1, ", or 2 to compare them")]  # G, completions per prompt
+    group_size: Annotated[int, "at least 1, or 2 to compare them"]  # G, completions per prompt
     prompts_per_step: Count        # N, prompts offered per step, over all ranks
     max_new_tokens: Count          # tokens after which a completion is cut
     # texts that end a completion, as an end-of-sequence token does; trained on, up to their last token
@@ -83,10 +82,10 @@ class Rollout:
     # informative: the value that must differ within a group. accuracy: without other components (DAPO)
     differ_in: Literal["reward", "accuracy"] = "reward"
     # informative: prompts of a round over prompts_per_step; GRESO has 1.5, DAPO 3
-    oversample: Annotated[float, at_least(1, ", and left out unless rollout.until=informative")] = 1.5
+    oversample: Annotated[float, "at least 1, and left out unless rollout.until=informative"] = 1.5
     engine: Literal["auto", "torch", "vllm"] = "auto"  # torch: the embedded one; auto: vllm on CUDA if there
     # divides the logits here and in every training pass
-    temperature: Annotated[float, settings.above(0, ": greedy groups have no advantage")] = 1.0
+    temperature: Annotated[float, "above 0: greedy groups have no advantage"] = 1.0
     # sequences decoded at once, per engine; fewer if no more are asked for, or memory is short
     slots: Count = 256
     tensor_parallel: Count = 1     # vllm: neighbouring ranks that hold one engine together
@@ -96,7 +95,7 @@ class Rollout:
     quantization: Literal["none", "fp8"] = "none"  # vllm: sample with weights of 8 bits (loss.tis_cap)
 
 
-Weight = Annotated[float, settings.within("[-1e6, 1e6]")]
+Weight = Annotated[float, "in [-1e6, 1e6]"]
 
 
 @frozen
@@ -117,7 +116,7 @@ class Reward:
     custom_seconds: Positive = 3.0  # of computing for a completion, and 10 times that by the clock
     custom_gib: Positive = 2.0     # memory for a completion
     # value of all functions if the call of a completion is ended
-    custom_ended: Annotated[float, settings.within("[-1, 1]")] = 0.0
+    custom_ended: Annotated[float, "in [-1, 1]"] = 0.0
     custom_workers: Count | None = None  # processes on each rank; null: its cores, at most 32
 
     @property
@@ -173,7 +172,7 @@ class Loss:
     old_logp: Literal["recompute", "engine"] = "recompute"  # source of the ratio's denominator
     # Weigh tokens by min(pi_old / pi_engine, cap); with old_logp: engine it bounds the trust region's ratio.
     # pi_engine is the policy that drew the token, also if that was in an earlier step
-    tis_cap: Annotated[float, at_least(1)] | None = None
+    tis_cap: Annotated[float, "at least 1"] | None = None
     # weigh a completion 0 when its mean ratio is outside [1 / mask_ratio, mask_ratio]
     mask_ratio: AboveOne | None = None
 
@@ -189,7 +188,7 @@ class Update:
 @frozen
 class Eval:
     max_new_tokens: Count          # tokens after which an answer is cut
-    every: Annotated[int, at_least(0, " (0: only before and after)")] = 0  # steps between evaluations
+    every: Annotated[int, "at least 0 (0: only before and after)"] = 0  # steps between evaluations
     limit: Count | None = None     # evaluate on the first N problems of each set; null: on all
     n: Count = 1                   # answers to each problem: accuracy is their mean (avg@n)
     temperature: PositiveOrZero = 0.0  # 0: greedy
@@ -198,7 +197,7 @@ class Eval:
 
 @frozen
 class Checkpoint:
-    every: Annotated[int, at_least(0, " (0: only at the end)")] = 0  # steps between checkpoints
+    every: Annotated[int, "at least 0 (0: only at the end)"] = 0  # steps between checkpoints
     keep: Count | Literal["all"] = 1  # how many of the newest stay on disk
 
 

@@ -20,12 +20,10 @@ from settings.loader import (
     Positive,
     PositiveOrZero,
     ZeroToOne,
-    at_least,
     build,
     convert,
     kind,
     read,
-    within,
 )
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -46,7 +44,7 @@ class Rope:
 
 @kind
 class Linear(Rope):
-    factor: Annotated[float, at_least(1)]
+    factor: Annotated[float, "at least 1"]
 
 
 @kind
@@ -82,7 +80,7 @@ class Common:
     vocab_size: Count
     hidden_size: Count
     intermediate_size: Count
-    num_hidden_layers: Annotated[int, within("[1, 10000]")]
+    num_hidden_layers: Annotated[int, "in [1, 10000]"]
     num_attention_heads: Count
     rms_norm_eps: PositiveOrZero
     max_position_embeddings: Count

@@ -102,7 +102,7 @@ def with_letters(row: dict) -> dict:
     if "Correct Answer" not in row or "answer" in row:
         return row
     right, question = row["Correct Answer"], row["Question"]
-    choices = [right, *(row[f"Incorrect Answer {i}"] for i in (1, 2, 3))]
+    choices = [right, *(row[f"Incorrect Answer {i}"] for i in "123")]
     ordered = sorted(choices, key=lambda choice: sha256(f"{question}{choice}".encode()).digest())
     lines = [f"{letter}) {choice.strip()}" for letter, choice in zip(LETTERS, ordered, strict=True)]
     return row | {

@@ -16,14 +16,12 @@ from settings.loader import (
     PositiveOrZero,
     Share,
     ZeroToOne,
-    at_least,
     kind,
-    within,
 )
 
-KeepCount = Annotated[int, at_least(1, " and at most rollout.group_size; to train on all set "
-                                    "prune.completions.kind=none")]
-DropProb = Annotated[float, within("[0, 1)", ": no weight makes up for a certain drop")]
+KeepCount = Annotated[int, ("at least 1 and at most rollout.group_size; to train on all set "
+                            "prune.completions.kind=none")]
+DropProb = Annotated[float, "in [0, 1): no weight makes up for a certain drop"]
 
 
 @kind
@@ -163,7 +161,7 @@ class LowestRank(Draw):
     kind: Literal["rank"] = "rank"
     drop_prob: DropProb            # share of a step
     # times in a row that a prompt may be skipped
-    max_skips: Annotated[int, at_least(1, ": a prompt that is never rolled out is never measured again")]
+    max_skips: Annotated[int, "at least 1: a prompt that is never rolled out is never measured again"]
 
 
 @kind
@@ -171,7 +169,7 @@ class Greso(Draw):
     """GRESO (arXiv:2506.02177): roll out with probability max(p^z, 0.01) after z flat groups. Biased."""
     refills = True
     kind: Literal["greso"] = "greso"
-    explore: Annotated[float, within("[0.05, 0.95]", ", as GRESO bounds it")] = 0.5  # p at first
+    explore: Annotated[float, "in [0.05, 0.95], as GRESO bounds it"] = 0.5  # p at first
     target: Chance = 0.25  # share of flat groups that p is steered to
 
 

@@ -48,35 +48,31 @@ class ConfigError(ValueError):
     """A mistake in a setting or a file; the message names the allowed values and the remedy."""
 
 
-# Whether a number is allowed, and which are. It stands beside the type: `Annotated[int, at_least(1)]`.
-Bound = tuple[Callable[[float], bool], str]
 Raw = dict[str, Any]  # settings as yaml has them, section within section
 
 
-def at_least(low: float, note: str = "") -> Bound:
-    return lambda number: number >= low, f"at least {low}{note}"
+def is_within(number: float, bound: str) -> bool:
+    """Tell whether a number is within a bound that stands beside its type, `Annotated[int, "at least 1"]`.
+
+    The others are "above 0" and, as mathematics writes it, "in [0, 1)", which holds 0 and does not hold 1. A
+    note for people may follow.
+    """
+    begin, low, high, end = re.match(
+        r"(at least |above |in [(\[])([-.\de]+)(?:, ([-.\de]+)([)\]]))?", bound).groups()
+    low, high = float(low), float(high or "inf")
+    ends = [low] * (begin in ("at least ", "in [")) + [high] * (end == "]")
+    return low < number < high or number in ends
 
 
-def above(low: float, note: str = "") -> Bound:
-    return lambda number: number > low, f"above {low}{note}"
-
-
-def within(interval: str, note: str = "") -> Bound:
-    """Bound a number on both sides, as mathematics writes it: "[0, 1)" holds 0 and does not hold 1."""
-    low, high = map(float, interval[1:-1].split(","))
-    ends = [low] * ("[" in interval) + [high] * ("]" in interval)
-    return lambda number: low < number < high or number in ends, f"in {interval}{note}"
-
-
-Count = Annotated[int, at_least(1)]
-CountOrZero = Annotated[int, at_least(0)]
-Positive = Annotated[float, above(0)]
-PositiveOrZero = Annotated[float, at_least(0)]
-ZeroToOne = Annotated[float, within("[0, 1]")]
-BelowOne = Annotated[float, within("[0, 1)")]
-AboveOne = Annotated[float, above(1)]
-Share = Annotated[float, within("(0, 1]")]
-Chance = Annotated[float, within("(0, 1)")]
+Count = Annotated[int, "at least 1"]
+CountOrZero = Annotated[int, "at least 0"]
+Positive = Annotated[float, "above 0"]
+PositiveOrZero = Annotated[float, "at least 0"]
+ZeroToOne = Annotated[float, "in [0, 1]"]
+BelowOne = Annotated[float, "in [0, 1)"]
+AboveOne = Annotated[float, "above 1"]
+Share = Annotated[float, "in (0, 1]"]
+Chance = Annotated[float, "in (0, 1)"]
 
 
 class Loader(yaml.SafeLoader):
@@ -299,9 +295,8 @@ def fit(value: Any, kind: Any, path: str) -> Any:
     if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
         raise ConfigError(f"{path}={SHORT.repr(value)} holds half a character; write it as UTF-8")
     if origin is Annotated:
-        plain, (allows, _) = inner
-        number = fit(value, plain, path)
-        return number if number is not NOT_ALLOWED and allows(number) else NOT_ALLOWED
+        number = fit(value, inner[0], path)
+        return number if number is not NOT_ALLOWED and is_within(number, inner[1]) else NOT_ALLOWED
     if origin is Literal:
         word = str(value).lower() if isinstance(value, bool) else value  # yaml reads the word true as a bool
         return word if word in inner else NOT_ALLOWED
@@ -334,7 +329,7 @@ def describe(kind: Any, value: Any = None) -> str:
         return f"a section with {', '.join(hints(kind))}"
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        plain, (_, bounds) = inner
+        plain, bounds = inner
         return f"{describe(plain)}, {bounds}" if fit(value, plain, "") is NOT_ALLOWED else bounds
     if origin is Literal:
         return ("one of " if len(inner) > 1 else "") + ", ".join(map(str, inner))

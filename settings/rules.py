@@ -158,8 +158,8 @@ def table_rules(cfg: Any) -> Iterator[Rule]:
         for entry in entries if not is_chosen(flat, choice) else ():
             key, _, why = entry.partition(": ")
             if key in flat:
-                *sections, name = key.split(".")
-                default = type(reduce(getattr, sections, cfg)).__dataclass_fields__[name].default
+                section, _, name = key.rpartition(".")
+                default = type(leaves.look_up(cfg, section)).__dataclass_fields__[name].default
                 shown = "null" if default is None else default
                 yield key, flat[key] == default, f"left out, or {shown}, unless {choice}{why and ': ' + why}"
     for choice, requirements in requires.items():

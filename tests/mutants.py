@@ -134,7 +134,7 @@ BUGS = {
         ("if (folder / LIST).exists() and damage:", "if False:", "damaged"),
         ("if not file.is_relative_to(root) and not", "if False and not", "damaged"),
     ],
-    "config": [('settings.within("[-1e6, 1e6]")', 'settings.within("[-1e309, 1e309]")', "config")],
+    "config": [('"in [-1e6, 1e6]"', '"in [-1e309, 1e309]"', "config")],
     "settings/loader": [(r're.search("[\ud800-\udfff]", value)', "False", "trial")],
     "train": [("{how_to_go_on(path.parent)}", "the policy before it is in the newest checkpoint", "train")],
     "verify/workers": [("Finalize(None, stop_workers, exitpriority=1)", "pass", "grade")],

@@ -87,7 +87,7 @@ def test_helpers_of_a_reward_file_are_found_copied_and_compared(tmp_path, capsys
     reward = write_reward(tmp_path / "own")
     cfg = toy_config(tmp_path / "run", *FEW, "steps=1", "reward.custom=1", f"reward.custom_file={reward}")
     train.train(cfg)
-    assert dict(calls.read_source(cfg.reward).helpers) == HELPERS
+    assert dict(calls.RewardFile.of(cfg.reward).source.helpers) == HELPERS
     for name, text in HELPERS.items():
         assert (tmp_path / "run" / name).read_text() == text
     assert not (tmp_path / "run" / "other.py").exists()

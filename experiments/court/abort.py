@@ -26,7 +26,7 @@ from court.survivors import Drawn, column, drawn, keep_drawn, require
 from history import PromptHistory, sample_seed
 from infra.dist import seed_for
 from records import Group, PromptDraw, Request, Sample
-from settings.loader import Count, kind, within
+from settings.loader import Count, kind
 
 
 @kind
@@ -39,7 +39,7 @@ class Abort:
     rate: float = 0.0
     confidence: float = 0.0
     prompt: float = 0.0
-    floor: Annotated[float, within("(0, 1]")] = 0.1
+    floor: Annotated[float, "in (0, 1]"] = 0.1
 
 
 def go_on_prob(settings: Abort, pass_rate: float, prompt_tokens: int, logp: list[float]) -> float:

@@ -30,7 +30,7 @@ from history import PromptHistory, sample_seed
 from infra.dist import seed_for
 from records import Group, PromptDraw, Request
 from settings.kinds import Comparison
-from settings.loader import Count, at_least, kind
+from settings.loader import Count, kind
 
 
 @kind
@@ -38,7 +38,7 @@ class Allocated(Comparison):
     """Leave-one-out among as many completions of each prompt as its history asks for."""
     kind: Literal["allocated"] = "allocated"
     rule: Literal["cost", "spread", "posterior", "length"] = "cost"
-    least: Annotated[int, at_least(2, " to compare them")] = 2  # completions of a prompt
+    least: Annotated[int, "at least 2 to compare them"] = 2  # completions of a prompt
     most: Count = 32
 
 

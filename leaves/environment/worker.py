@@ -120,12 +120,9 @@ def answer_calls(functions: dict[str, Callable], turn: Turn) -> Reply:
     calls = (TAGGED_CALL if turn.format == "qwen" else BARE_CALL).findall(turn.newest)
     if not calls:
         return Reply(None, calls=0)
-    messages, failures = [], 0
-    for call in calls:
-        name, content, failed = run_tool(functions, call, turn)
-        failures += failed
-        messages.append({"role": "tool", "name": name, "content": content})
-    return make_reply(messages, turn.format, failures)
+    results = [run_tool(functions, call, turn) for call in calls]
+    messages = [{"role": "tool", "name": name, "content": content} for name, content, _ in results]
+    return make_reply(messages, turn.format, sum(failed for *_, failed in results))
 
 
 def make_reply(messages: list[dict], form: str, failures: int) -> Reply:

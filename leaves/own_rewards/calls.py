@@ -12,7 +12,6 @@ from dataclasses import field
 
 from config import Reward
 from infra.user_files import UserFile, read_file
-from infra.user_worker import Source
 from leaves.own_rewards.worker import call_functions
 from records import Problem, Prompt, Rewards, frozen
 from verify.workers import TIME, WORKERS, Call, Limits, OverLimit
@@ -29,13 +28,8 @@ class RewardFile(UserFile):
     def of(cfg: Reward) -> "RewardFile":
         limits = Limits("reward function", int(cfg.custom_gib * 2**30), cfg.custom_workers or WORKERS,
                         cfg.custom_seconds, ("reward.custom_seconds", "reward.custom_gib"))
-        functions = tuple(cfg.functions.values())
-        return RewardFile("reward.custom_file", read_source(cfg), limits, functions, cfg.custom_ended)
-
-
-def read_source(cfg: Reward) -> Source | None:
-    """Read the user's file; None if none of its functions counts. Raises ConfigError."""
-    return read_file(cfg.custom_file, "reward.custom_file") if cfg.functions else None
+        source, functions = read_file(cfg.custom_file, "reward.custom_file"), tuple(cfg.functions.values())
+        return RewardFile("reward.custom_file", source, limits, functions, cfg.custom_ended)
 
 
 @frozen

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from settings.loader import Count, at_least, frozen
+from settings.loader import Count, frozen
 from settings.rules import Rule
 
 
@@ -15,7 +15,7 @@ class Windows:
     tokens: int | None = None
     # Groups under way over prompts_per_step; those beyond N go on in the next step. It is off-policy, outside
     # the proof of unbiased pruning
-    in_flight: Annotated[float, at_least(1)] = 1.0
+    in_flight: Annotated[float, "at least 1"] = 1.0
     # How many steps older a group may be than the step that trains on it; null: none. With in_flight, a group
     # of this age holds the step up. With until=informative, surplus groups wait for the next steps.
     max_age: Count | None = None
