@@ -138,11 +138,9 @@ def find_cell(row: dict, name: str, columns: Columns) -> object:
     """
     places = (columns[name],) if name in columns else (name, *OTHER_NAMES.get(name, ()))
     for place in filter(None, places):
-        value = row.get(place)
-        if place not in row:
-            value = row
-            for key in place.split("."):
-                value = value.get(key) if isinstance(value, dict) else None
+        value = row
+        for key in [place] if place in row else place.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
         # pandas writes nan for an empty cell
         empty = isinstance(value, float | Decimal) and not math.isfinite(value)
         if value is not None and not empty:

@@ -228,11 +228,8 @@ def extended(section: type, more: tuple[tuple[str, Any], ...]) -> type:
             inner = extended(hints(section)[head], ((rest, inner),))
         elif kind:
             inner = hints(section)[head] | inner
-        default = None
-        if old and (kind or old.default is MISSING):
-            default = old.default
-        elif is_dataclass(inner):
-            default = inner()
+        keeps_default = old and (kind or old.default is MISSING)
+        default = old.default if keeps_default else inner() if is_dataclass(inner) else None
         section = make_dataclass(section.__name__, [(head, inner, field(default=default))], bases=(section,),
                                  frozen=True, slots=True, namespace={"__module__": section.__module__})
     return section

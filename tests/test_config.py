@@ -182,7 +182,7 @@ NAMED = {
     ("GAE & critic.lr=1 & windows.tokens=9", "windows.tokens=9 must be in 1..8 (rollout.max_new"),
     ("windows.tokens=4", "advantage.kind=group_norm must be gae with windows.tokens=4: completions of one"),
     ("WINDOW & loss={normalize: token, likelihood: 0.1}",
-     "loss.likelihood=0.1 must be 0 with windows.tokens: a step has"),
+     "loss.likelihood=0.1 must be 0.0 with windows.tokens=4: a step has"),
     ("WINDOW & loss={trust: {kind: clip_sequence}, normalize: token}",
      "must be clip, clamp, total_variation, binary_kl or none"),
     ("WINDOW & prune.completions={kind: topk, keep: 2}", "=topk must be none with windows.tokens=4: an unfinished"),
@@ -201,7 +201,7 @@ NAMED = {
     ("INFORMATIVE & windows.max_age=1 & labels.kind=votes", "labels.kind=votes must be gold with windows.max_age=1"),
     ("FLIGHT & prune.prompts.kind=depo", "prune.prompts.kind=depo must be none, bernoulli, pps or rank with"),
     ("FLIGHT & advantage.kind=soft_value", "advantage.kind=soft_value must be another kind with windows.max_age: V*"),
-    ("FLIGHT & rollout.stop=[x]", "rollout.stop=['x'] must be null with windows.tokens: a text that lies across"),
+    ("FLIGHT & rollout.stop=[x]", "rollout.stop=['x'] must be null with windows.tokens=4: a text that lies"),
     ("ONE & INFORMATIVE", "rollout.until=informative must be offered or full with rollout.group_size=1: the rewards"),
     ("ONE & BERNOULLI", "prune.completions.kind=bernoulli must be none with rollout.group_size=1: there is nothing"),
 ])

@@ -25,6 +25,7 @@ CHOICES = {"windows": Windows}
 HOOKS = ("parts",)
 ONLY_WITH = {"windows.max_age": ["windows.in_flight: no group may be older than its step"]}
 REQUIRES = {
+    "windows.tokens": [("rollout.stop", "null", "a text that lies across two windows would be missed")],
     "windows.max_age": [
         ("labels.kind", "gold", "completions are added until their votes agree, all by one policy"),
         ("rollout.until", "offered or informative", "survivors that fill a budget cannot be counted before"),
@@ -35,6 +36,7 @@ REQUIRES = {
         ("prune.completions.kind", "none", "an unfinished completion has no |advantage| yet to be pruned by"),
         ("prune.prompts.kind", "none", "a prompt's group is never in one step, so none is remembered"),
         ("rollout.until", "offered", "no group of a round is whole, so none can be chosen or counted"),
+        ("loss.likelihood", "0.0", "a step has only the last window of a correct answer"),
         ("loss.normalize", "token, constant or sum", "a step has only a part of a sequence"),
         ("loss.trust.kind", "clip, clamp, total_variation, binary_kl or none",
          "a step has parts of sequences"),
@@ -46,10 +48,6 @@ def rules(cfg: Any) -> Iterator[Rule]:
     """Yield the rules that no table states."""
     roll, own = cfg.rollout, cfg.windows
     N, new = roll.prompts_per_step, roll.max_new_tokens
-    yield ("rollout.stop", not (roll.stop and own.tokens),
-           "null with windows.tokens: a text that lies across two windows would be missed")
-    yield ("loss.likelihood", not (cfg.loss.likelihood and own.tokens and not own.max_age),
-           "0 with windows.tokens: a step has only the last window of a correct answer")
     yield ("windows.tokens", own.tokens is None or 1 <= own.tokens <= new,
            f"in 1..{new} (rollout.max_new_tokens), or null")
     if own.max_age is None:
