@@ -7,24 +7,24 @@ from pathlib import Path
 from infra.rows import READERS, Rows, find_file
 from settings.loader import ConfigError, in_short
 
-# name -> (problems, file in data.dir, hub data set, its configuration, split)
+# name -> (problems, file in data.dir, name on the hub)
 NAMED_SETS = {
-    "gsm8k_train": (7473, "gsm8k_train.jsonl", "openai/gsm8k", "main", "train"),
-    "gsm8k": (1319, "gsm8k_test.jsonl", "openai/gsm8k", "main", "test"),
-    "math_train": (7500, "math_train.jsonl", "DigitalLearningGmbH/MATH-lighteval", "default", "train"),
-    "math500": (500, "math500.jsonl", "HuggingFaceH4/MATH-500", "default", "test"),
-    "aime24": (30, "aime24.jsonl", "HuggingFaceH4/aime_2024", "default", "train"),
-    "aime25": (30, "aime25.jsonl", "math-ai/aime25", "default", "test"),
-    "aime26": (30, "aime26.jsonl", "MathArena/aime_2026", "default", "train"),
-    "hmmt_feb25": (30, "hmmt_feb25.jsonl", "MathArena/hmmt_feb_2025", "default", "train"),
-    "hmmt_nov25": (30, "hmmt_nov25.jsonl", "MathArena/hmmt_nov_2025", "default", "train"),
-    "hmmt_feb26": (33, "hmmt_feb26.jsonl", "MathArena/hmmt_feb_2026", "default", "train"),
-    "brumo25": (30, "brumo25.jsonl", "MathArena/brumo_2025", "default", "train"),
-    "gpqa_diamond": (198, "gpqa_diamond.jsonl", "Idavidrein/gpqa", "gpqa_diamond", "train"),
-    "amc23": (40, "amc23.jsonl", "math-ai/amc23", "default", "test"),
-    "minerva": (272, "minerva_math.jsonl", "math-ai/minervamath", "default", "test"),
+    "gsm8k_train": (7473, "gsm8k_train.jsonl", "openai/gsm8k:main:train"),
+    "gsm8k": (1319, "gsm8k_test.jsonl", "openai/gsm8k:main:test"),
+    "math_train": (7500, "math_train.jsonl", "DigitalLearningGmbH/MATH-lighteval:default:train"),
+    "math500": (500, "math500.jsonl", "HuggingFaceH4/MATH-500:default:test"),
+    "aime24": (30, "aime24.jsonl", "HuggingFaceH4/aime_2024:default:train"),
+    "aime25": (30, "aime25.jsonl", "math-ai/aime25:default:test"),
+    "aime26": (30, "aime26.jsonl", "MathArena/aime_2026:default:train"),
+    "hmmt_feb25": (30, "hmmt_feb25.jsonl", "MathArena/hmmt_feb_2025:default:train"),
+    "hmmt_nov25": (30, "hmmt_nov25.jsonl", "MathArena/hmmt_nov_2025:default:train"),
+    "hmmt_feb26": (33, "hmmt_feb26.jsonl", "MathArena/hmmt_feb_2026:default:train"),
+    "brumo25": (30, "brumo25.jsonl", "MathArena/brumo_2025:default:train"),
+    "gpqa_diamond": (198, "gpqa_diamond.jsonl", "Idavidrein/gpqa:gpqa_diamond:train"),
+    "amc23": (40, "amc23.jsonl", "math-ai/amc23:default:test"),
+    "minerva": (272, "minerva_math.jsonl", "math-ai/minervamath:default:test"),
     # 674 on the hub
-    "olympiad": (675, "olympiadbench.jsonl", "Hothan/OlympiadBench", "OE_TO_maths_en_COMP", "train"),
+    "olympiad": (675, "olympiadbench.jsonl", "Hothan/OlympiadBench:OE_TO_maths_en_COMP:train"),
 }
 SUMS = 300  # problems of a generated set
 GENERATED = re.compile(r"sums-\d+")
@@ -50,7 +50,8 @@ def read_named(name: str) -> Rows:
         return
     import datasets  # slow to import, and needed for names only
 
-    name, config, split = NAMED_SETS[name][2:] if name in NAMED_SETS else name.split(":")
+    hub_name = NAMED_SETS[name][2] if name in NAMED_SETS else name
+    name, config, split = hub_name.split(":")
     try:
         rows = datasets.load_dataset(name, config, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:

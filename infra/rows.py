@@ -166,9 +166,8 @@ def messages_of(question: object, place: str) -> tuple[tuple[dict, ...], str]:
     """Read a question that is a list of messages, or such a list as JSON, and the assistant's last message if
     there is one behind the user's: the solution. () and "" for any other text. Raises ConfigError.
     """
-    if isinstance(question, str):
-        if not re.match(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""", question):
-            return (), ""
+    looks_like = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
+    if isinstance(question, str) and looks_like.match(question):
         try:
             question = json.loads(question)
         except (json.JSONDecodeError, RecursionError) as error:
@@ -188,10 +187,9 @@ def messages_of(question: object, place: str) -> tuple[tuple[dict, ...], str]:
 
 def read_message(message: object, place: str) -> dict:
     """Read a message with our names. Raises ConfigError."""
-    named = {}
-    if isinstance(message, dict):
-        names = {"from": "role", "value": "content"}
-        named = {names.get(key, key): value for key, value in message.items() if value is not None}
+    names = {"from": "role", "value": "content"}
+    given = message if isinstance(message, dict) else {}
+    named = {names.get(key, key): value for key, value in given.items() if value is not None}
     role = ROLES.get(named.get("role"))
     if role is None or not isinstance(named.get("content"), str):
         raise ConfigError(f"{place}: a message must be an object with 'role', one of {', '.join(ROLES)}, and "
