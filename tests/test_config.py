@@ -417,7 +417,7 @@ def test_the_tables_of_rules_name_real_settings_and_their_values():
     for table in (rules, *map(settings_of, TABLE)):
         only_with, requires = getattr(table, "ONLY_WITH", {}), getattr(table, "REQUIRES", {})
         demands = [f"{key}={allowed}" for required in requires.values() for key, allowed, _ in required]
-        for choice in " without ".join([*only_with, *requires, *demands]).split(" without "):
+        for choice in (part for made in [*only_with, *requires, *demands] for part in made.split(" without ")):
             key, _, values = choice.partition("=")
             null = {"null"} if type(None) in words[key] else set()
             assert {word for word in re.split(", | or ", values) if word} <= {*words[key]} | null, choice
