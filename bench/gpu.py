@@ -3,8 +3,8 @@
     python bench/gpu.py [--shapes 0.5B,1.5B] [--parts updates,step] [--out results.jsonl]
 
 Are the kernels right? How fast are updates, rollouts and whole steps of models of these shapes, with random
-weights, and does leaves/fit count right what they take? PARTS lists
-the cheapest and most telling first, and gpu_parts.py does them; what needs vLLM where that is installed.
+weights, and does leaves/fit count right what they take? PARTS lists the cheapest and most telling first, and
+gpu_parts.py does them; what needs vLLM where that is installed.
 
 Each part is a process with a limit of its own, so one that crashes, hangs or runs out of memory ends alone.
 Results go into --out as they come, a JSON line each. At the end stand tables for RESULTS.md, and what was

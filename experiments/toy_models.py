@@ -29,6 +29,7 @@ import model as decoder  # noqa: E402
 from data import Tokenizer  # noqa: E402
 from infra import dist  # noqa: E402
 from infra.export import save_weights  # noqa: E402
+from infra.terminal import new_parser  # noqa: E402
 from records import Segments  # noqa: E402
 
 TEMPLATE = (
@@ -169,7 +170,10 @@ def train(recipe: Model) -> None:
 
 
 if __name__ == "__main__":
+    parser = new_parser(__doc__)
+    parser.add_argument("names", nargs="+", choices=MODELS)
+    names = parser.parse_args().names
     dist.init("cpu")
-    for name in sys.argv[1:]:
+    for name in names:
         write(name, ROOT)
         train(MODELS[name])

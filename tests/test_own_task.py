@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,7 @@ import eval as evaluation
 import learner
 import train
 from config import ConfigError, Data
-from infra import dist, results, runfolder
+from infra import results, runfolder
 from infra.rows import all_have_answers
 from records import Problem
 from rollout import TorchEngine
@@ -203,7 +202,7 @@ def test_a_template_that_cannot_be_read_is_one_error(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_the_template_that_it_began_with(tmp_path, monkeypatch):
+def test_a_run_goes_on_with_the_template_that_it_began_with(tmp_path, command):
     """Wherever it lies now; the model exported from a checkpoint has it too."""
     template = tmp_path / "own.jinja"
     template.write_text(QWEN3)
@@ -218,7 +217,7 @@ def test_a_run_goes_on_with_the_template_that_it_began_with(tmp_path, monkeypatc
     (tmp_path / "moved.jinja").write_text(QWEN3)
     train.train(toy_config(tmp_path / "run", *given, f"data.chat_template={tmp_path}/moved.jinja"), resume="always")
     step = str(tmp_path / "run" / "checkpoints" / "step_000002")
-    assert command(learner, monkeypatch, step, "--out", str(tmp_path / "hf")) == 0
+    assert command(learner, step, "--out", str(tmp_path / "hf")) == 0
     assert data.Tokenizer(tmp_path / "hf").source == QWEN3 == data.Tokenizer(tmp_path / "run" / "hf").source
 
 
@@ -343,27 +342,21 @@ def own_task(folder: Path, *overrides: str) -> config.Config:
                       "eval.temperature=1", "eval.max_new_tokens=32", *overrides)
 
 
-def command(module, monkeypatch, *arguments: str) -> int:
-    monkeypatch.setattr(dist, "close", lambda: None)  # the suite's own group
-    monkeypatch.setattr(sys, "argv", [module.__name__, *arguments])
-    return module.main()
-
-
 @pytest.mark.parametrize("path", ["train.py", "eval.py"])
-def test_a_base_model_without_a_way_to_prompt_it_is_told_its_remedies(path, tmp_path, monkeypatch, capsys):
+def test_a_base_model_without_a_way_to_prompt_it_is_told_its_remedies(path, tmp_path, command, monkeypatch, capsys):
     folder = str(base_model(tmp_path / "model"))
     few = str(write(tmp_path / "few.jsonl", {"question": "q", "answer": "1"}))
     if path == "eval.py":
         given = ["--model", folder, "--data", few, *sets("eval.max_new_tokens=4")]
-        assert command(evaluation, monkeypatch, *given) == 2
+        assert command(evaluation, *given) == 2
     else:
-        assert command(train, monkeypatch, "--config", "cppo_toy.yaml", "--set", f"model.path={folder}", "--set",
+        assert command(train, "--config", "cppo_toy.yaml", "--set", f"model.path={folder}", "--set",
                        f"out={tmp_path / 'run'}", "--check") == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert "set data.prompt to a plain text such as \"Question: {question}" in said
     assert "data.chat_template to a jinja file" in said
     if path == "eval.py":
-        assert command(evaluation, monkeypatch, *given, *sets("data.prompt=Q: {question}", "rollout.stop=[a, e]")) == 0
+        assert command(evaluation, *given, *sets("data.prompt=Q: {question}", "rollout.stop=[a, e]")) == 0
         (tmp_path / "qwen3.jinja").write_text(QWEN3)
         given[3] = str(write(tmp_path / "few.jsonl", {"prompt": "q", "label": "1"}))
         given += sets("data.columns={question: prompt, answer: label}")
@@ -371,11 +364,11 @@ def test_a_base_model_without_a_way_to_prompt_it_is_told_its_remedies(path, tmp_
         seen, generate = [], TorchEngine.generate
         monkeypatch.setattr(TorchEngine, "generate", lambda self, requests, *rest: seen.append(requests) or generate(
             self, requests, *rest))
-        assert command(evaluation, monkeypatch, *given, *thinking) == 0
+        assert command(evaluation, *given, *thinking) == 0
         assert data.Tokenizer(TOY).decode(seen[-1][0].prompt.ids).endswith("<think>\n\n</think>\n\n")
 
 
-def test_a_base_model_trains_and_evaluates_on_questions_without_answers(tmp_path, monkeypatch, capsys):
+def test_a_base_model_trains_and_evaluates_on_questions_without_answers(tmp_path, command, capsys):
     """Everything speaks of the reward: metrics, files, closing table, eval.py and the page."""
     report = pytest.importorskip("report")
     cfg = own_task(tmp_path)
@@ -402,13 +395,13 @@ def test_a_base_model_trains_and_evaluates_on_questions_without_answers(tmp_path
 
     out = tmp_path / "out.json"
     again = ["--model", str(run / "hf"), "--config", str(run / "config.yaml"), "--out", str(out)]
-    assert command(evaluation, monkeypatch, *again) == 0
+    assert command(evaluation, *again) == 0
     found = json.loads(out.read_text())["results"]["held_out"]
     assert [found[key] for key in ("reward", "reward_low", "reward_high")] == scores
     assert found["groups"]["level"].keys() == {"0", "1"} and f"{scores[0]:.3f}" in capsys.readouterr().out
     if "cite" in leaves.LEAVES:
-        assert command(evaluation, monkeypatch, "--rescore", str(out)) == 0
-        assert command(evaluation, monkeypatch, "--compare", str(out), str(out)) == 0
+        assert command(evaluation, "--rescore", str(out)) == 0
+        assert command(evaluation, "--compare", str(out), str(out)) == 0
     assert "held_out reward" in capsys.readouterr().out
 
     report.write_report([run], tmp_path / "page")

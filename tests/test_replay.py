@@ -154,7 +154,7 @@ def test_the_expected_error_of_independent_draws_is_known(run_of):
     keep_all = replay.step_config(folder, 3, ["prune.completions.kind=none", "loss.denominator=all"])
     own, (line, _) = replay.step_config(folder, 3, []), replay.read_step(folder, 3)
     with replay.run_before(folder, 3, own) as run:
-        rolled = replay.roll_again(run, line)
+        rolled = replay.roll_again(run.parts, line)
         full = choose(rolled, Selection.of(keep_all), 0)
         learner = replace(run.parts.learner, loss=cfg.loss)  # as that of keep_all
         terms = []
