@@ -3,7 +3,7 @@
     python eval.py --model DIR_or_name --data NAME_or_file[,...] [--data-dir DIR] [--out results.json]
     python eval.py --model DIR_or_name --config eval/dapo.yaml  # as a paper does it: configs/eval/
     python eval.py --model RUN/hf --config RUN/config.yaml      # as the run itself does it; or a checkpoint
-    python eval.py --model DIR [DIR ...] --suite competitions   # frozen: a line to cite, LaTeX, paired table
+    python eval.py --model DIR [DIR ...] --suite competitions   # frozen: a line to cite, a paired table
     python eval.py --rescore results.json                       # grade the same responses again
     python eval.py --rescore results.json --also math-verify    # and math-verify's verdicts beside ours
     python eval.py --compare a.json b.json                      # paired: difference, interval, McNemar's test
@@ -233,10 +233,6 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, star
     engine_name, spec = fit_engine(cfg.rollout.engine, engine_spec(cfg, device, tokenizer, longest))
     cfg = config.with_value(cfg, "rollout.engine", engine_name)
     sampling = Sampling(cfg.eval.max_new_tokens, cfg.eval.n, cfg.eval.temperature, cfg.eval.top_p, args.seed)
-    if args.suite:
-        from leaves.cite import suites
-
-        suites.say_detectable({s.name: len(s.problems) for s in sets}, sampling.n)
     head = store = None
     if out or args.suite:
         from infra import results
@@ -293,12 +289,11 @@ def evaluate_models(args: argparse.Namespace) -> None:
 
 def print_result(result: dict, args: argparse.Namespace, *above: str) -> None:
     """Print the table of a result."""
-    summaries = result["results"]
+    print(*above, results_table(result["results"]), sep="\n", flush=True)
     if args.also:
-        from leaves.cite.rescore import add_math_verify
+        from leaves.cite.rescore import math_verify_lines
 
-        summaries = add_math_verify(summaries)
-    print(*above, results_table(summaries), sep="\n", flush=True)
+        print(*math_verify_lines(result["results"]), sep="\n", flush=True)
 
 
 def evaluate_or_compare(args: argparse.Namespace) -> None:

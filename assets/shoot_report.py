@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 WIDTH = 1160  # pixels: three charts beside each other
 PICTURES = {  # picture -> it begins at the top of the first element and ends at the bottom of the second
     "report_completions": ("#completions h2", "#groups details table tbody tr:nth-child(5)"),
-    "report_pruning": ("#pruning h2", "#pruning .charts"),
+    "report_pruning": ("[data-section=Pruning] summary", "[data-section=Pruning] .charts"),
 }
 
 

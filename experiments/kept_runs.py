@@ -243,7 +243,7 @@ def cpu_share(record: Record) -> float:
 def curve(record: Record) -> Curve:
     """Read a run's curve. Seconds are those of its steps on the wall, times the share of CPU seconds."""
     settings = record.about["settings"]
-    run = LoggedRun(RESULTS, settings["seed"], settings["steps"], settings, {}, record.lines)
+    run = LoggedRun(RESULTS, settings, {}, record.lines)
     step_E = [line["step"] for line in run.evals]
     spent = {cost: run.spent(cost, step_E) for cost in COSTS}
     spent["seconds"] = spent["seconds"] * cpu_share(record)

@@ -3,17 +3,17 @@
 Dimension key:  N problems.
 """
 
-from collections.abc import Callable
-from functools import partial
-
 from settings.loader import ConfigError
 from verify.statistics import bounded_interval, majority_at, mean, pass_at, vote, wilson
 
 Results = dict[str, dict]  # the summary of each set, or the result of each model
+Bounds = tuple[float, float]
+
+SCORES = {"accuracy": ("low", "high"), "reward": ("reward_low", "reward_high")}  # and their 95% intervals
+SHARES = ("lenient", "last_number", "pass", "majority", "truncated", "unparsed")  # columns, in percent
 
 
-def summarise(problems: list[dict], sizes: list[int] | None = None,
-              bounds: tuple[float, float] | None = None) -> dict:
+def summarise(problems: list[dict], sizes: list[int] | None = None, bounds: Bounds | None = None) -> dict:
     """Summarise n responses to each problem: accuracies if they are graded, rewards if `bounds` are given.
 
     A problem without any reward is left out of the mean reward. length is in tokens; groups holds accuracies,
@@ -23,16 +23,35 @@ def summarise(problems: list[dict], sizes: list[int] | None = None,
     responses = [response for problem in problems for response in problem["responses"]]
     result = {"n": n, "groups": {}, "length": mean(r["tokens"] for r in responses),
               "truncated": mean(not r["finished"] for r in responses)}
-    scored = [p for p in problems if bounds and mean_reward(p) is not None]
+    scored = [p for p in problems if bounds and mean_reward(p["responses"]) is not None]
     if scored:
-        value_N, figures = list(map(mean_reward, scored)), partial(reward_figures, bounds=bounds)
-        result |= figures(value_N) | {"reward_range": bounds}
-        result["groups"] = summarise_groups(scored, value_N, figures)
+        value_N = [mean_reward(p["responses"]) for p in scored]
+        result |= summarise_scores(scored, value_N, n, bounds) | {"reward_range": bounds}
     if "verdict" in responses[0]:
-        value_N, figures = [count_right(p) / n for p in problems], partial(accuracy_figures, n=n)
-        result |= figures(value_N) | summarise_verdicts(problems, responses, sizes)
-        result["groups"] = summarise_groups(problems, value_N, figures)
+        value_N = [count_right(p) / n for p in problems]
+        result |= summarise_scores(problems, value_N, n) | summarise_verdicts(problems, responses, sizes)
     return result | {"count": len(problems), "problems": problems}
+
+
+def summarise_scores(problems: list[dict], value_N: list[float], n: int, bounds: Bounds | None = None,
+                     ) -> dict:
+    """Compute figures of all problems and, as "groups", by level and by subject if the problems have them."""
+    groups = {}
+    for kind in ("level", "subject"):
+        by_label = {}
+        for problem, value in zip(problems, value_N, strict=True):
+            by_label.setdefault(problem.get(kind) or "none", []).append(value)
+        if by_label.keys() != {"none"}:
+            groups[kind] = {label: mean_figures(by_label[label], n, bounds) for label in sorted(by_label)}
+    return mean_figures(value_N, n, bounds) | {"groups": groups}
+
+
+def mean_figures(value_N: list[float], n: int, bounds: Bounds | None) -> dict:
+    """Compute the mean reward within the bounds, or without them the accuracy over n responses to each
+    problem (avg@n), with its interval."""
+    kind = "reward" if bounds else "accuracy"
+    ends = bounded_interval(value_N, *bounds) if bounds else wilson(value_N, n)
+    return {kind: mean(value_N), "count": len(value_N)} | dict(zip(SCORES[kind], ends, strict=True))
 
 
 def summarise_verdicts(problems: list[dict], responses: list[dict], sizes: list[int] | None) -> dict:
@@ -46,14 +65,11 @@ def summarise_verdicts(problems: list[dict], responses: list[dict], sizes: list[
     sizes = sorted({*(sizes or (2 ** i for i in range(n.bit_length()))), n})
     right_N = list(map(count_right, problems))
     votes_N = [list(map(vote, problem["responses"])) for problem in problems]
-    result = {key: mean(r[key] for r in responses) for key in ("lenient", "last_number")}
-    result["pass"], result["majority"] = {}, {}
-    for k in sizes:
-        result["pass"][str(k)] = mean(pass_at(k, right, n) for right in right_N)
-        result["majority"][str(k)] = mean(majority_at(k, votes) for votes in votes_N)
-    for verdict in ("unparsed", "timed_out"):
-        result[verdict] = mean(r["verdict"] == verdict for r in responses)
-    return result
+    return {
+        **{key: mean(r[key] for r in responses) for key in ("lenient", "last_number")},
+        "pass": {str(k): mean(pass_at(k, right, n) for right in right_N) for k in sizes},
+        "majority": {str(k): mean(majority_at(k, votes) for votes in votes_N) for k in sizes},
+        **{key: mean(r["verdict"] == key for r in responses) for key in ("unparsed", "timed_out")}}
 
 
 def require_sizes(sizes: list[int] | None, n: int) -> None:
@@ -63,96 +79,44 @@ def require_sizes(sizes: list[int] | None, n: int) -> None:
                           f"{sizes}")
 
 
-def accuracy_figures(value_N: list[float], n: int) -> dict:
-    """Compute the accuracy, the mean over n responses to each problem (avg@n), with its interval."""
-    low, high = wilson(value_N, n)
-    return {"accuracy": mean(value_N), "low": low, "high": high, "count": len(value_N)}
-
-
-def reward_figures(value_N: list[float], bounds: tuple[float, float]) -> dict:
-    """Compute the mean reward with its interval."""
-    low, high = bounded_interval(value_N, *bounds)
-    return {"reward": mean(value_N), "reward_low": low, "reward_high": high, "count": len(value_N)}
-
-
-def summarise_groups(problems: list[dict], value_N: list[float], figures: Callable) -> dict[str, dict]:
-    """Compute figures by level and by subject, if the problems have them."""
-    groups = {}
-    for kind in ("level", "subject"):
-        labels = [problem.get(kind) for problem in problems]
-        if not any(labels):
-            continue
-        by_label = {}
-        for label, value in zip(labels, value_N, strict=True):
-            by_label.setdefault(label or "none", []).append(value)
-        groups[kind] = {label: figures(values) for label, values in sorted(by_label.items())}
-    return groups
-
-
 def count_right(problem: dict) -> int:
     return sum(response["verdict"] == "right" for response in problem["responses"])
 
 
-def mean_reward(problem: dict) -> float | None:
-    """Average the rewards of a problem's responses; None where none has one."""
-    rewards = [response["reward"] for response in problem["responses"] if response["reward"] is not None]
+def mean_reward(responses: list[dict]) -> float | None:
+    """Average the rewards of responses; None where none has one."""
+    rewards = [response["reward"] for response in responses if response["reward"] is not None]
     return mean(rewards) if rewards else None
 
 
 # ---- tables
 
+def score_text(figures: dict, kind: str) -> str:
+    """Write the accuracy or the reward of an evaluation with its 95% interval."""
+    value, *ends = (f"{figures[key]:.1%}" if kind == "accuracy" else f"{figures[key]:.3f}"
+                    for key in (kind, *SCORES[kind]))
+    return f"{'reward ' * (kind == 'reward')}{value} [{', '.join(ends)}]"
+
+
+def align(rows: list[list[str]]) -> list[str]:
+    """Write rows of cells as lines, the first column to the left. A column of "-" alone is left out."""
+    columns = [column for column in zip(*rows, strict=True) if {*column[1:]} != {"-"}]
+    widths = [max(map(len, column)) for column in columns]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+            for row in zip(*columns, strict=True)]
+
+
 def results_table(results: Results) -> str:
-    """Tabulate results by set, accuracies and rewards apart, and below them those by level and subject; where
-    math-verify was asked, also the answers that it judges otherwise."""
-    graded = {name: r for name, r in results.items() if "accuracy" in r}
-    scored = {name: r for name, r in results.items() if "reward" in r}
-    lines = [*accuracy_lines(graded), *reward_lines(scored)]
+    """Tabulate results by set, and below them those by level and subject."""
+    rows, below = [["set", "problems", "n", "score, 95% interval", "tokens", *SHARES]], []
     for name, r in results.items():
+        n, shares = str(r["n"]), [r.get(key) for key in SHARES]
+        shares = [share[n] if isinstance(share, dict) else share for share in shares]
+        cells = ["-" if share is None else f"{share:.1%}" for share in shares]
+        rows += [[name, str(r["count"]), n, score_text(r, kind), f"{r['length']:.1f}", *cells]
+                 for kind in SCORES if kind in r]
         for kind, groups in r["groups"].items():
-            cells = [f"{label} {format_score(x)} of {x['count']}" for label, x in groups.items()]
-            lines.append(f"{name} by {kind}: {', '.join(cells)}")
-        lines += list_disagreements(name, r)
-    return "\n".join(lines)
-
-
-def list_disagreements(name: str, result: dict) -> list[str]:
-    """List the answers that math-verify and we read differently, with both readings."""
-    lines = []
-    for problem in result["problems"] if "math_verify" in result else []:
-        for response in problem["responses"]:
-            theirs = response["math_verify"]
-            if theirs["right"] != (response["verdict"] == "right"):
-                lines.append(f"{name} {problem['id']}: {response['answer']!r} for {problem['gold']!r} is "
-                             f"{response['verdict']}; math-verify reads {theirs['read']}, "
-                             f"{'right' if theirs['right'] else 'wrong'}")
-    return lines
-
-
-def format_score(x: dict) -> str:
-    return f"{x['accuracy']:.1%}" if "accuracy" in x else f"{x['reward']:.3f}"
-
-
-def accuracy_lines(results: Results) -> list[str]:
-    """Tabulate graded results; empty without any."""
-    lines = [f"{'set':<16} {'problems':>8} {'n':>3} {'accuracy':>9} {'95% interval':<16} {'lenient':>8} "
-             f"{'last number':>11} {'pass@n':>7} {'maj@n':>7} {'tokens':>8} {'truncated':>9} {'unparsed':>9}"
-             + f" {'math-verify':>11}" * any("math_verify" in r for r in results.values())]
-    for name, r in results.items():
-        n, bounds = str(r["n"]), f"[{r['low']:.1%}, {r['high']:.1%}]"
-        lines.append(f"{name:<16} {r['count']:>8} {n:>3} {r['accuracy']:>9.1%} {bounds:<16} "
-                     f"{r['lenient']:>8.1%} {r['last_number']:>11.1%} {r['pass'][n]:>7.1%} "
-                     f"{r['majority'][n]:>7.1%} {r['length']:>8.1f} {r['truncated']:>9.1%} "
-                     f"{r['unparsed']:>9.1%}"
-                     + (f" {r['math_verify']:>11.1%}" if "math_verify" in r else ""))
-    return lines if results else []
-
-
-def reward_lines(results: Results) -> list[str]:
-    """Tabulate results that were scored; empty without any."""
-    lines = [f"{'set':<16} {'problems':>8} {'n':>3} {'reward':>9} {'95% interval':<16} {'tokens':>8} "
-             f"{'truncated':>9}"]
-    for name, r in results.items():
-        bounds = f"[{r['reward_low']:.3f}, {r['reward_high']:.3f}]"
-        lines.append(f"{name:<16} {r['count']:>8} {r['n']:>3} {r['reward']:>9.3f} {bounds:<16} "
-                     f"{r['length']:>8.1f} {r['truncated']:>9.1%}")
-    return lines if results else []
+            scores = [f"{label} {score_text(x, next(kind for kind in SCORES if kind in x))} of {x['count']}"
+                      for label, x in groups.items()]
+            below.append(f"{name} by {kind}: {', '.join(scores)}")
+    return "\n".join([*align(rows), *below])

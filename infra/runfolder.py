@@ -34,6 +34,7 @@ import config
 from config import Config, ConfigError
 from infra.copies import COPIES, Texts, changed_files
 from infra.digests import hash_file
+from infra.figures import SCORES, score_text
 from infra.lines import (
     append,
     blame_file,
@@ -57,7 +58,6 @@ NO_EFFECT_ON_STEPS = ("eval.", "checkpoint.", "log.")  # settings that no step d
 # Settings that save memory; they change the last bits of a step only.
 MEMORY_SETTINGS = ("pack.capacity", "model.checkpoint_blocks", "model.logp_chunk", "optim.offload",
                    "rollout.slots", "rollout.cache_gib", "rollout.sleep")
-SCORES = {"accuracy": ("low", "high"), "reward": ("reward_low", "reward_high")}  # and their 95% intervals
 LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "math-verify")
 
 
@@ -257,7 +257,7 @@ class RunLog:
         self.folder = folder
         self.outer: tqdm | None = None
         self.held: FileLock | None = None
-        self.watchers: list = []  # of leaves: they have log, samples and finish
+        self.watchers: list = []  # of leaves: they have log and finish
         self.first, self.start = 0, perf_counter()  # of the steps that this process does
         self.unlogged: Metrics = {}  # goes into the next line of metrics.jsonl
         self.silent = 0  # steps in a row without a group of different rewards
@@ -458,8 +458,6 @@ class RunLog:
         """Keep groups of the step, and show one completion of the first now and then."""
         for line in lines:
             self.write("samples.jsonl", {"step": step} | line)
-        for watcher in self.watchers if lines else ():
-            watcher.samples(step, lines)
         if lines and (step == 1 or step % max(1, self.outer.total // 5) == 0):
             line, shown = lines[0], lines[0]["completions"][0]
             gold = f", gold {line['gold']}" if line["gold"] else ""
@@ -476,11 +474,3 @@ class RunLog:
         """Print a line above the bar, unless it is empty."""
         if self.folder and text:
             tqdm.write(text, file=sys.stderr)
-
-
-def score_text(figures: dict, kind: str) -> str:
-    """Write the accuracy or the reward of an evaluation with its 95% interval."""
-    low, high = SCORES[kind]
-    value, *ends = (f"{figures[key]:.1%}" if kind == "accuracy" else f"{figures[key]:.3f}"
-                    for key in (kind, low, high))
-    return f"{'reward ' * (kind == 'reward')}{value} [{', '.join(ends)}]"

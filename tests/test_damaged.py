@@ -221,7 +221,7 @@ def logged(tmp_path_factory) -> Path:
     ("metrics.jsonl", ("time/eval",), "x", ":3: 'time/eval' is 'x' and must be a number"),
     ("metrics.jsonl", ("eval/few/low",), None, ":3: 'eval/few/low' is missing"),
     ("state.json", ("state",), None, ":1: 'state' is missing"),
-    ("samples.jsonl", ("completions", 0, "components"), None, ":1: 'components' is missing"),
+    ("samples.jsonl", ("completions", 0, "reward"), None, ":1: 'reward' is missing"),
     ("samples.jsonl", ("completions",), 3, " holds a value that no run writes .TypeError: 'int' object"),
     ("eval_000001.jsonl", ("id",), None, ":1: 'id' is missing"),
     ("eval_000001.jsonl", ("responses", 0, "verdict"), None, ":1: 'reward' is missing"),
@@ -231,10 +231,8 @@ def logged(tmp_path_factory) -> Path:
     ("decisions.jsonl", ("prompts", 0, "completion_weight"), [1.0], " holds a value that no run writes .ValueError"),
 ])
 def test_a_line_of_a_log_that_was_edited_is_named(name, keys, value, message, logged, tmp_path, monkeypatch):
-    charts, pruning = (pytest.importorskip(f"leaves.page.{name}") for name in ("charts", "pruning"))
-    report = pytest.importorskip("report")
-    for module in (charts, pruning):
-        monkeypatch.setattr(module, "draw_svg", lambda plot, integer_x=True: "")  # most of the time of a page
+    report, charts = pytest.importorskip("report"), pytest.importorskip("leaves.page.charts")
+    monkeypatch.setattr(charts, "draw_svg", lambda rows, score="": "")  # most of the time of a page
     folder = shutil.copytree(logged, tmp_path / "run")
     spoil(folder / name, keys, value)
     said = said_by(report.write_report, [folder], tmp_path / "page")

@@ -265,4 +265,3 @@ def test_holm_and_flipped_signs_by_hand():
     assert paired.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06]) and paired.holm([]) == []
     assert paired.sign_flip(np.array([1.0, 1, 1, 1])) == pytest.approx(2 / 16, abs=0.02)
     assert paired.sign_flip(np.array([1.0, -1, 0, 0])) == 1
-    assert paired.detectable(30, 10**9) == pytest.approx(2.8 * (0.08 / 30) ** 0.5)

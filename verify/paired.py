@@ -8,7 +8,6 @@ import math
 import numpy as np
 
 RESAMPLES = 10_000    # of the problems, for the interval of a difference
-SPREAD, SHARED = 0.4, 0.75  # of accuracies over problems: deviation, and correlation of two models
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
@@ -41,13 +40,3 @@ def holm(p_values: list[float]) -> list[float]:
         largest = max(largest, min(1.0, (count - rank) * p_values[i]))
         corrected[i] = largest
     return corrected
-
-
-def detectable(count: int, n: int) -> float:
-    """Compute the difference of two models that N problems show with a power of 80% at 5%, n answers each.
-
-    The accuracies of problems are taken to spread by SPREAD around 1/2 and to go together by SHARED, as those
-    of similar models do; the n answers add p (1 - p) / n.
-    """
-    variance = 2 * SPREAD ** 2 * (1 - SHARED) + 2 * (0.25 - SPREAD ** 2) / n
-    return 2.8 * math.sqrt(variance / count)

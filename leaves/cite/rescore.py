@@ -20,28 +20,34 @@ def rescore_file(path: Path, sizes: list[int] | None, out: Path | None) -> dict:
     return result
 
 
+def graded(result: dict) -> list[tuple[dict, dict]]:
+    """List problem and response, of a set whose responses are graded."""
+    answered = [(problem, response) for problem in result["problems"] for response in problem["responses"]]
+    return answered if "verdict" in answered[0][1] else []
+
+
 def rescore(result: dict, sizes: list[int] | None = None) -> dict:
     """Grade the responses of a result again by the present verifier. Rewards stay as they are."""
     result = deepcopy(result)
     for old in result["results"].values():
-        responses = [(p["gold"], response) for p in old["problems"] for response in p["responses"]]
-        if "verdict" in responses[0][1]:
-            for (_, response), found in zip(responses, grade([(gold, r["text"]) for gold, r in responses]),
-                                            strict=True):
-                response |= found
+        verdicts = grade([(problem["gold"], response["text"]) for problem, response in graded(old)])
+        for (_, response), verdict in zip(graded(old), verdicts, strict=True):
+            response |= verdict
     result["head"]["verifier"] = verifier_version()
     return summarise_result(result, sizes)
 
 
-def add_math_verify(results: Results) -> Results:
-    """Add math-verify's verdict to every response of a graded set, and the accuracy by it to the set."""
-    results = deepcopy(results)
-    for result in results.values():
-        responses = [(p["gold"], response) for p in result["problems"] for response in p["responses"]]
-        if "verdict" not in responses[0][1]:
+def math_verify_lines(results: Results) -> list[str]:
+    """Write each graded set's accuracy by math-verify, and the answers that it judges otherwise."""
+    lines = []
+    for name, result in results.items():
+        if not (answered := graded(result)):
             continue
-        judged = judge_by_math_verify([(gold, response["text"]) for gold, response in responses])
-        for (_, response), (right, read) in zip(responses, judged, strict=True):
-            response["math_verify"] = {"right": right, "read": read}
-        result["math_verify"] = mean(right for right, _ in judged)
-    return results
+        judged = judge_by_math_verify([(problem["gold"], response["text"]) for problem, response in answered])
+        lines.append(f"{name} by math-verify: {mean(right for right, _ in judged):.1%}")
+        for (problem, response), (right, read) in zip(answered, judged, strict=True):
+            if right != (response["verdict"] == "right"):
+                lines.append(f"{name} {problem['id']}: {response['answer']!r} for {problem['gold']!r} is "
+                             f"{response['verdict']}; math-verify reads {read}, "
+                             f"{'right' if right else 'wrong'}")
+    return lines

@@ -1,14 +1,13 @@
 """A model card, written from a run's folder, and the way of its model to the Hugging Face hub."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 from huggingface_hub import HfApi, ModelCard
 
 import config
-from config import ConfigError, dump, flatten
+from config import ConfigError, dump
 from infra.lines import blame_file, is_evaluation, read_log
 from infra.runfolder import state_of
 from leaves.page.summary import score_cell, scores_of
@@ -18,7 +17,7 @@ CARD = """---
 {head}---
 # {name}
 
-{base} after {steps} steps of reinforcement learning, by Winnow at commit `{commit}`.
+`{base}` after {steps} steps of reinforcement learning, by Winnow at commit `{ran_on[commit]}`.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -33,13 +32,14 @@ print(tokenizer.decode(llm.generate(**prompt, max_new_tokens=256)[0]))
 
 ## Figures
 
-{figures}
+Accuracy or mean reward with its 95% interval, before and after, as the run evaluated it (`eval`).
+
+{scores}
 
 ## Method
 
-{method}
-
-The completions took {generated:,} tokens, those with a gradient {trained:,}. {machine}; {libraries}.
+The completions took {generated:,} tokens, those with a gradient {trained:,}. {ran_on[ranks]} x
+{ran_on[device]}; {libraries}.
 
 <details><summary>Every setting of the run</summary>
 
@@ -52,11 +52,6 @@ The completions took {generated:,} tokens, those with a gradient {trained:,}. {m
 
 {licence}.
 """
-FIGURES = "Accuracy or mean reward with its 95% interval, before and after, as the run evaluated it (`eval`)."
-SHOWN = ("advantage.kind", "prune.prompts.kind", "prune.completions.kind", "prune.completions.keep",
-         "loss.trust.kind", "loss.denominator", "optim.lr", "rollout.prompts_per_step", "rollout.group_size",
-         "rollout.max_new_tokens", "model.lora.rank", "reward.custom_file", "environment.file", "data.train",
-         "data.eval", "seed")
 
 
 def write_card(run: Path) -> Path:
@@ -66,31 +61,25 @@ def write_card(run: Path) -> Path:
         raise ConfigError(f"the run {run} ({state}) has no model for a card (hf/); let it finish first")
     cfg, lines = config.load(run / "config.yaml"), read_log(run / "metrics.jsonl")
     evals = [line for line in lines if is_evaluation(line)] or [{}]
-    scores = [(score.name, *(score_cell(evals[n], score) for n in (0, -1))) for score in scores_of(evals)]
-    settings, base = flatten(cfg), cfg.model.path
-    local, licence = find_path(base).is_dir(), licence_of(base)
-    head = {
-        "license": licence,
-        "base_model": None if local else base,
-        "datasets": None if find_path(cfg.data.train).exists() else [cfg.data.train],
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["winnow", "reinforcement-learning"]}
+    scores = [f"- {score}: {score_cell(evals[0], score)}, then {score_cell(evals[-1], score)}"
+              for score in scores_of(evals)]
+    base, licence = cfg.model.path, licence_of(cfg.model.path)
+    head = {"library_name": "transformers", "pipeline_tag": "text-generation",
+            "tags": ["winnow", "reinforcement-learning"]}
+    head |= {"license": licence} if licence else {}
+    head |= {} if find_path(base).is_dir() else {"base_model": base}
+    head |= {} if find_path(cfg.data.train).exists() else {"datasets": [cfg.data.train]}
     with blame_file(run / "env.json"):
         ran_on = json.loads((run / "env.json").read_text())
         text = CARD.format(
-            head=yaml.safe_dump({key: value for key, value in head.items() if value}, sort_keys=False),
+            head=yaml.safe_dump(head, sort_keys=False),
             name=run.resolve().name,
-            base=f"`{base}`" if local else f"[{base}](https://huggingface.co/{base})",
+            base=base,
             steps=cfg.steps,
-            figures=f"{FIGURES}\n\n{markdown_table(('set', 'before', 'after'), scores)}" if scores else
-            "The run evaluated on no set.",
-            method=markdown_table(("setting", "value"), [("reward", str(cfg.reward.weights)), *(
-                (key, str(settings[key])) for key in SHOWN if settings.get(key) is not None)]),
+            scores="\n".join(scores),
             generated=sum(line.get("rollout/tokens", 0) for line in lines),
             trained=sum(line.get("train/tokens", 0) for line in lines),
-            commit=ran_on["commit"],
-            machine=f"{ran_on['ranks']} x {ran_on['device']}",
+            ran_on=ran_on,
             libraries=", ".join(f"{name} {version}" for name, version in ran_on["libraries"].items()),
             settings=dump(cfg),
             licence=f"{licence}, that of the base model" if licence else
@@ -100,10 +89,6 @@ def write_card(run: Path) -> Path:
         raise ConfigError(f"{path} has been edited, or is another's; move it away to have it written again")
     path.write_text(text)
     return path
-
-
-def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows))
 
 
 def licence_of(base: str) -> str | None:

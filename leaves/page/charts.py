@@ -1,247 +1,174 @@
-"""Draw metrics as SVG, in colours that are variables of style.css: a chart is light or dark as its page is.
+"""Draw metrics as SVG, in colours that are read on light and on dark pages; style.css colours the texts.
 
-Of one run a chart may hold several metrics. Of several runs each metric has a chart of its own, in which a
-row of the comparison has a colour, a run a thin line and the mean over seeds a thick one.
+A chart has rows, a colour each. Of one run a chart may hold several metrics. Of several runs each metric has
+a chart of its own: a row is a row of the comparison, with a thin line for each run and a thick one for the
+mean, as far as all of its runs have come. From three runs on the mean has its interval.
 """
 
 import re
-from collections.abc import Callable
 from fnmatch import fnmatch
-from functools import partial
 from io import StringIO
 
 import matplotlib
 import numpy as np
 from markupsafe import Markup
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from leaves.page.compare import LEAST_RUNS, format_amount
-from leaves.page.runs import COSTS, Groups, LoggedRun
-from leaves.page.summary import Score
+from infra.lines import blame_file, read_log
+from leaves.page.runs import COSTS, Curve, Groups, LoggedRun
+from leaves.page.summary import keys_of, scores_of
+from leaves.page.tables import format_amount, mean_interval
 from records import frozen
-from verify.statistics import half_width
 
-# section -> charts: title, metrics, note (Chart.note)
+# section -> metrics of a chart -> a note on what is good
 CHARTS = {
-    "Reward": [
-        ("Reward", "reward/mean", "mean over the completions of a step\nIt should rise, then level off."),
-        ("Spread of the rewards", "reward/std",
-         "their standard deviation\nAt 0 all rewards are equal and nothing is learnt."),
-        ("Components of the reward", "reward/*",
-         "means before their weights\nEach component with a weight should rise."),
-        ("Flat groups", "advantage/flat_groups",
-         "share of groups of equal rewards\nNo gradient: all their answers are right, or all wrong."),
-    ],
-    "Completions": [
-        ("Length", "rollout/length", "tokens per completion\nSteady, or rising with the reward, is good."),
-        ("Truncated", "rollout/truncated",
-         "share of completions\nNear 0 is good; else raise rollout.max_new_tokens."),
-        ("Entropy", "rollout/entropy",
-         "nats per sampled token\nA slow fall is good. A fall to 0 ends exploration."),
-    ],
-    "Pruning": [
-        ("Completions offered and kept", "prune/offered prune/kept",
-         "of a step\nThe gap is what pruning left out."),
-        ("Largest weight", "prune/weight_max",
-         "of a kept completion\n1 is no correction; a large weight makes the gradient noisy."),
-        ("Effective sample size", "prune/ess",
-         "of the weights, (sum w)² / sum w²\nClose to the number of kept completions is good."),
-        ("Prompts skipped", "prune/skipped",
-         "before they were rolled out\nSkipped prompts cost no tokens."),
-    ],
-    "Update": [
-        ("KL to the initial model", "train/kl",
-         "nats per trained token\nA slow rise is good; a jump shows that the policy has drifted."),
-        ("Clipped", "train/clipped",
-         "share of tokens stopped by the trust region\nA few percent is good; a first update has 0."),
-        ("Gradient norm", "train/grad_norm", "before clipping\nSpikes are a bad sign."),
-        ("Learning rate", "train/lr", "\nIt should follow optim.schedule."),
-    ],
-    "Trainer against engine": [
-        ("Mismatch", "mismatch/logp_abs_mean",
-         "mean |difference| of log-probs\nSmall and steady is good; train.py --check prints its bound."),
-        ("Largest mismatch", "mismatch/logp_abs_max", "of one token\nIt should not grow over the run."),
-        ("Mismatch KL", "mismatch/kl", "nats per token\nIt should stay near 0."),
-    ],
-    "Critic": [
-        ("Explained variance", "critic/explained_variance",
-         "of the rewards, by the critic's values\nAbove 0 is useful, 1 is perfect."),
-        ("Critic's loss", "critic/loss", "\nIt should fall."),
-        ("Critic's gradient norm", "critic/grad_norm", "\nSpikes are a bad sign."),
-    ],
-    "Cost": [
-        ("Tokens generated and trained", "rollout/tokens train/tokens",
-         "of a step\nThe gap is what pruning and flat groups saved."),
-        ("Seconds by phase", "time/*",
-         "of a step, on rank 0\nRollout and update should take most of a step."),
-        ("Memory", "memory/peak_gib",
-         "GiB, the most that a rank has held so far\nFlat after the first steps is good."),
-    ],
-    "All others": [("", "*", "")],
+    "Reward": {
+        "reward/mean": "of the completions of a step; it should rise, then level off",
+        "reward/std": "at 0 all rewards are equal and nothing is learnt",
+        "reward/*": "means before their weights; each component with a weight should rise",
+        "advantage/flat_groups": "share of groups of equal rewards, which have no gradient",
+    },
+    "Completions": {
+        "rollout/length": "tokens per completion; steady, or rising with the reward, is good",
+        "rollout/truncated": "share of completions; if it is not near 0 raise rollout.max_new_tokens",
+        "rollout/entropy": "nats per token; a slow fall is good, a fall to 0 ends exploration",
+    },
+    "Pruning": {
+        "prune/offered prune/kept": "completions of a step; the gap is what pruning left out",
+        "prune/weight_max": "of a kept completion; a large weight makes the gradient noisy",
+        "prune/ess": "effective sample size; close to the number of kept completions is good",
+        "prune/skipped": "prompts that were not rolled out, and cost no tokens",
+    },
+    "Update": {
+        "train/kl": "to the initial model, nats per token; a jump shows that the policy has drifted",
+        "train/clipped": "share of tokens that the trust region stops; a few percent is good",
+        "train/grad_norm": "before clipping; spikes are a bad sign",
+        "train/lr": "it should follow optim.schedule",
+        "mismatch/logp_abs_mean": "trainer against engine; small and steady is good",
+        "critic/explained_variance": "above 0 the critic is useful, 1 is perfect",
+    },
+    "Cost": {
+        "rollout/tokens train/tokens": "of a step; the gap is what pruning and flat groups saved",
+        "time/*": "seconds of a step, on rank 0; rollout and update should take most",
+        "memory/peak_gib": "the most that a rank has held so far; flat after the first steps is good",
+    },
+    "All others": {"*": ""},
 }
-SEPARATE_CHARTS = ("step", "eval/*/accuracy", "eval/*/low", "eval/*/high", "eval/*/reward*")  # of the scores
-COLOURS = [f"#c0{i:02x}01" for i in range(8)]  # stand for --line-0 to --line-7 in style.css
-INK, GRID = "#c0ff01", "#c0fe01"
-PAGE_POINTS = 60_000  # of all lines of a page; longer ones are drawn by the means of neighbouring steps
-EVALUATIONS = 4_000  # likewise, of the points of all charts of accuracy
-SIZE = (3.7, 2.2)  # inches; a page has several beside each other, a phone one
+BETTER, OTHERS = "right, or a reward above the mean of its group", "the others"
+BINS = 10           # of the mean of a group, and one more
+SIZE = (3.7, 2.2)   # inches; a page has several beside each other, a phone one
+STYLE = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"],
+         "path.simplify_threshold": 1.0}  # of many points a few are drawn
 
-Curve = tuple[np.ndarray, np.ndarray]  # x and y of its points
+Rows = dict[str, list[Curve]]  # label -> the curve of each run
 
 
 @frozen
 class Chart:
     title: str
-    note: str                      # a line above the chart and, below it, one on what good looks like
-    legend: list[tuple[str, int]]  # label, number of its colour
+    note: str
+    legend: list[str]  # labels of its rows; none where they are the page's
     svg: Markup
 
 
-def draw_curves(groups: Groups) -> tuple[dict[str, list[Chart]], list[str]]:
-    """Draw the metrics of all steps, section by section, and say what is not drawn as it was logged."""
+def draw_sections(groups: Groups) -> dict[str, list[Chart]]:
+    """Draw the charts of every section. A metric that is 0 throughout is left out."""
     runs = sum(groups.values(), [])
-    keys = sorted({key for run in runs for line in run.lines for key in line})
-    keys = [key for key in keys if not any(fnmatch(key, pattern) for pattern in SEPARATE_CHARTS)]
-    zero = [key for key in keys if not any(line.get(key) for run in runs for line in run.lines)]
-    left = [key for key in keys if key not in zero]
-    most = max(30, PAGE_POINTS // max(1, len(left) * len(runs)))
-    remarks = [f"0 throughout, and not drawn: {', '.join(zero)}."] if zero else []
-    if any(len(run.steps) > most for run in runs):
-        remarks.append(f"Of more than {most} steps a point is the mean over neighbouring ones.")
-    sections = {}
+    alone, lines = len(runs) == 1, [line for run in runs for line in run.lines]
+    scores = scores_of(lines)
+    left = {key for line in lines for key, value in line.items() if value}
+    left = sorted(left - {"step", *(key for score in scores for key in keys_of(score))})
+    sections = {"Held-out answers": [
+        Chart(f"{score} against {kind}", "it should rise by more than its interval", [],
+              draw_svg(rows_of(groups, keys_of(score) if alone else [score], kind), score))
+        for score in scores for kind in (["steps"] if alone else COSTS)]}
     for section, charts in CHARTS.items():
-        for title, patterns, note in charts:
-            drawn = [key for pattern in patterns.split() for key in left if fnmatch(key, pattern)]
-            left = [key for key in left if key not in drawn]
-            for together in split_into_charts(drawn, title, len(runs)):
-                name = title if title and (len(runs) == 1 or len(drawn) == 1) else ", ".join(together)
-                sections.setdefault(section, []).append(draw_chart(name, note, groups, together, most))
-    return sections, remarks
+        sections[section] = []
+        for names, note in charts.items():
+            keys = [key for name in names.split() for key in left if fnmatch(key, name)]
+            left = [key for key in left if key not in keys]
+            if alone and len(keys) > 1 and names != "*":
+                rows = {key: [runs[0].series(key)] for key in keys}
+                sections[section].append(Chart(names, note, keys, draw_svg(rows)))
+            else:
+                sections[section] += [Chart(key, note, [], draw_svg(rows_of(groups, [key]))) for key in keys]
+    if runs[0].steps:
+        sections["Pruning"] += map(draw_difficulty, groups, groups.values())
+    return {section: charts for section, charts in sections.items() if charts}
 
 
-def split_into_charts(keys: list[str], title: str, runs: int) -> list[list[str]]:
-    """Put metrics of one run into one chart of at most 8 lines; metrics of several runs, or without a title,
-    each into its own."""
-    if runs > 1 or not title:
-        return [[key] for key in keys]
-    return [keys[i:i + len(COLOURS)] for i in range(0, len(keys), len(COLOURS))]
+def rows_of(groups: Groups, keys: list[str], kind: str = "steps") -> Rows:
+    """Read metrics of all runs against a kind of cost."""
+    return {label: [run.series(*keys, kind=kind) for run in group] for label, group in groups.items()}
 
 
-def draw_chart(title: str, note: str, groups: Groups, keys: list[str], most: int) -> Chart:
-    """Draw metrics against steps, in at most so many points each."""
-    def plot(axes: Axes) -> None:
-        runs = sum(groups.values(), [])
-        for i, key in enumerate(keys if len(runs) == 1 else []):
-            axes.plot(*thin_points(*runs[0].series(key), most), color=COLOURS[i], linewidth=1.3)
-        for i, group in enumerate(groups.values() if len(runs) > 1 else []):
-            plot_group(axes, group, [thin_points(*run.series(keys[0]), most) for run in group], i)
-        axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
-
-    labels = [key.partition("/")[2] for key in keys] if len(keys) > 1 else []
-    labels = labels if len(set(labels)) == len(labels) else keys
-    return Chart(title, note, [(label, i) for i, label in enumerate(labels)], draw_svg(plot))
-
-
-def plot_group(axes: Axes, group: list[LoggedRun], lines: list[Curve], i: int) -> list[Curve]:
-    """Draw a thin line per run, and a thick one, the mean of the finished runs, if their steps are alike.
-
-    A single finished run is drawn thick. Returns the lines of finished runs.
-    """
-    style = {"color": COLOURS[i % len(COLOURS)], "linestyle": ("-", "--", ":")[i // len(COLOURS) % 3]}
-    finished = [line for run, line in zip(group, lines, strict=True) if run.finished]
-    for line in lines if len(group) > 1 or not finished else []:
-        axes.plot(*line, linewidth=0.6, **style)
-    if finished and len({len(x) for x, _ in finished}) == 1:
-        x, y = (np.mean([line[axis] for line in finished], axis=0) for axis in (0, 1))
-        axes.plot(x, y, linewidth=1.8, **style)
-    return finished
-
-
-def thin_points(x: np.ndarray, y: np.ndarray, most: int) -> Curve:
-    """Take means over neighbours, so that at most so many points are left."""
-    blocks = np.array_split(np.arange(len(x)), most) if len(x) > most else np.arange(len(x))[:, None]
-    return np.array([x[block].mean() for block in blocks]), np.array([y[block].mean() for block in blocks])
-
-
-# ---- scores
-
-def score_charts(groups: Groups, score: Score) -> list[Chart]:
-    """Draw a score against each kind of cost; a single run has its intervals."""
-    kinds = COSTS if len(sum(groups.values(), [])) > 1 else ["steps"]
-    note = "in %" * score.percent + "\nIt should rise by more than its intervals."
-    return [Chart(f"{score.kind.capitalize()} against {kind}", note, [],
-                  draw_svg(partial(plot_score, groups=groups, score=score, kind=kind))) for kind in kinds]
-
-
-def plot_score(axes: Axes, groups: Groups, score: Score, kind: str) -> None:
-    """Draw each evaluation as a point, and lines and intervals of rows."""
-    runs = sum(groups.values(), [])
-    most = max(20, EVALUATIONS // (len(COSTS) * len(runs)))
-    bounds = score.bounds
-    for i, group in enumerate(groups.values()):
-        lines = []
-        for run in group:
-            step_E, value_E = run.held_out(score)
-            lines.append(thin_points(run.spent(kind, step_E), value_E, most))
-            axes.plot(*lines[-1], ".", color=COLOURS[i % len(COLOURS)], markersize=4)
-        finished = plot_group(axes, group, lines, i)
-        plot_interval(axes, finished, i, bounds)
-    if len(runs) == 1:
-        plot_own_interval(axes, runs[0], score, most)
-    bottom, top = axes.get_ylim()
-    axes.set_ylim(max(bounds[0] - 2, bottom), min(bounds[1] + 2, top))
-
-
-def plot_own_interval(axes: Axes, run: LoggedRun, score: Score, most: int) -> None:
-    """Draw each evaluation's own interval."""
-    step_E, low_E, high_E = run.intervals(score)
-    few_E, low_E = thin_points(step_E, low_E, most)
-    few_E, high_E = thin_points(step_E, high_E, most)
-    axes.vlines(few_E, low_E, high_E, color=COLOURS[0], linewidth=0.8)
-    for end_E in (low_E, high_E):
-        axes.plot(few_E, end_E, "_", color=COLOURS[0], markersize=4)
-
-
-def plot_interval(axes: Axes, lines: list[Curve], i: int, bounds: tuple[float, float]) -> None:
-    """Shade the 95% interval of the mean over 3 and more runs, cut to what is possible."""
-    if len(lines) >= LEAST_RUNS and len({len(x) for x, _ in lines}) == 1:
-        value_RE = np.array([y for _, y in lines])
-        middle, half = value_RE.mean(axis=0), half_width(value_RE)
-        low, high = np.clip(middle - half, *bounds), np.clip(middle + half, *bounds)
-        axes.fill_between(np.mean([x for x, _ in lines], axis=0), low, high, color=COLOURS[i % len(COLOURS)],
-                          alpha=0.15, linewidth=0)
-
-
-# ---- SVG
-
-def draw_svg(plot: Callable[[Axes], None], integer_x: bool = True) -> Markup:
-    """Let a function draw on axes, and return them as SVG that takes its colours from style.css."""
+def draw_svg(rows: Rows, score: str = "") -> Markup:
+    """Draw rows of curves."""
     text = StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "path.simplify": False}):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=SIZE)
         figure.subplots_adjust(left=0.16, right=0.97, bottom=0.13, top=0.96)
         axes = figure.subplots()
-        plot(axes)
-        axes.grid(color=GRID, linewidth=0.6)
-        axes.set_axisbelow(True)
+        for i, curves in enumerate(rows.values()):
+            style = {"color": f"C{i % 10}", "linestyle": ("-", "--", ":")[i // 10 % 3]}
+            for x, y, *_ in curves if len(curves) > 1 else []:
+                axes.plot(x, y, linewidth=0.6, **style)
+            x, y, *ends = curves[0] if len(curves) == 1 else mean_curve(curves, score)
+            axes.plot(x, y, marker="." if len(x) < 20 else "", markersize=4, linewidth=1.6, **style)
+            if ends:
+                axes.fill_between(x, *ends, color=style["color"], alpha=0.15, linewidth=0)
+        if not score:
+            axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+        axes.grid(color="gray", alpha=0.25, linewidth=0.6)
         axes.spines[:].set_visible(False)
-        axes.tick_params(colors=INK, length=0, labelsize=8)
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=integer_x))
-        axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.tick_params(length=0, labelsize=8)
+        axes.locator_params(nbins=5)
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda value, _: format_amount(value, 4)))
+            axis.set_major_formatter(lambda value, _: format_amount(value))
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    return Markup(as_part_of_a_page(text.getvalue()))
+    own = r"^.*?(?=<svg)|<metadata>.*?</metadata>|<style.*?</style>"  # of a file of its own
+    return Markup(re.sub(own, "", text.getvalue(), flags=re.DOTALL))
 
 
-def as_part_of_a_page(svg: str) -> str:
-    """Leave out what a page has already, and put the variables of style.css in place of colours."""
-    svg = svg[svg.index("<svg"):]
-    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"; font-family: [^;\"]*| id=\"[\w.]+_\d+\"", "", svg)
-    svg = re.sub(r' (width|height)="[^"]*pt"', "", svg, count=2)  # style.css gives its size
-    for i, colour in enumerate(COLOURS):
-        svg = svg.replace(colour, f"var(--line-{i})")
-    return re.sub(r"\n\s*", "\n", svg.replace(INK, "var(--muted)").replace(GRID, "var(--grid)"))
+def mean_curve(curves: list[Curve], score: str) -> Curve:
+    """Average runs up to where all of them have come, with the interval of the mean if they are many."""
+    n = min(len(x) for x, *_ in curves)
+    x_RE, y_RE = (np.array([curve[axis][:n] for curve in curves]) for axis in (0, 1))
+    return x_RE.mean(axis=0), *mean_interval(y_RE, score)
+
+
+# ---- what pruning kept
+
+def draw_difficulty(label: str, group: list[LoggedRun]) -> Chart:
+    """Draw the share of completions that pruning kept against the mean accuracy or reward of their group."""
+    rows = {BETTER: [], OTHERS: []}
+    for run in group:
+        path = run.folder / "decisions.jsonl"
+        with blame_file(path):
+            counts = kept_by_difficulty(read_log(path))
+        for curves, (kept_B, all_B) in zip(rows.values(), counts, strict=True):
+            curves.append((np.arange(BINS + 1) / BINS, kept_B / np.where(all_B, all_B, np.nan)))
+    return Chart(f"completions kept of {label}", "share, from hard groups (0) to easy ones (1)", [*rows],
+                 draw_svg(rows))
+
+
+def kept_by_difficulty(decided: list[dict]) -> np.ndarray:
+    """Count better completions and others, kept and all, by the mean of their group: [2, 2, BINS + 1].
+
+    Bin i is of groups whose accuracy is i / BINS, rounded. Without gold answers it is the mean reward, from
+    the least to the most that a completion of the run got.
+    """
+    groups = []  # values and weights of completions
+    for prompt in (prompt for line in decided for prompt in line["prompts"]):
+        value_G = prompt.get("right", prompt.get("reward", []))
+        weight_G = prompt.get("completion_weight", [0] * len(value_G))
+        pairs = [pair for pair in zip(value_G, weight_G, strict=True) if pair[0] is not None]
+        groups += [np.array(pairs, dtype=float).T] if pairs else []
+    every = np.concatenate([[0.0], *(value_G for value_G, _ in groups)])
+    least, span, counts = every.min(), np.ptp(every) or 1.0, np.zeros((2, 2, BINS + 1))
+    for value_G, weight_G in groups:
+        place_G = (value_G - least) / span
+        better_G = (place_G > place_G.mean()) | (place_G == 1)
+        for count, which_G in zip(counts, (better_G, ~better_G), strict=True):
+            count[:, round(BINS * place_G.mean())] += (weight_G[which_G] > 0).sum(), which_G.sum()
+    return counts

@@ -15,8 +15,6 @@ class Summary:
 
     def log(self, values: dict) -> None: ...
 
-    def samples(self, step: int, lines: list[dict]) -> None: ...
-
     def finish(self, state: dict) -> None:
         if state["state"] == "finished":
             print(summary(self.folder), flush=True)

@@ -4,9 +4,7 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
-const controls = ["run", "step", "kept", "right", "cut", "set", "pair", "change"].map(byId).filter(Boolean);
-
-let answersShown = 20;
+const controls = ["run", "step", "kept", "right", "cut", "change"].map(byId).filter(Boolean);
 
 function element(tag, className, ...children) {
   const made = document.createElement(tag);
@@ -15,7 +13,7 @@ function element(tag, className, ...children) {
   return made;
 }
 
-const current = () => data.runs[byId("run") ? Number(byId("run").value) : 0];
+const current = () => data[byId("run") ? Number(byId("run").value) : 0];
 const number = (value) => value === null ? "–" : String(Number(value.toPrecision(3)));
 const verdictOf = ({ components }) => !("accuracy" in components) ? "" : components.accuracy === 1 ? "right" : "wrong";
 const goldOf = (line) => line.gold ? `gold answer ${line.gold}` : "no gold answer";
@@ -32,24 +30,14 @@ function showCompletions() {
   slider.disabled = steps.length < 2;
   const shown = steps[Number(slider.value)];
   byId("step-shown").textContent = shown ? `${shown.step} of ${steps.at(-1).step}` : "–";
-  byId("replay").replaceChildren(...(shown ? replay(shown.step) : []));
   byId("groups").replaceChildren(...(shown ? shown.groups.map(group) : []));
-}
-
-function replay(step) {
-  const { folder, replayable } = current(), near = replayable.filter((one) => one <= step).at(-1);
-  if (near === undefined) return [];
-  const shell = /^[\w./~-]+$/.test(folder) ? folder : `'${folder.replaceAll("'", "'\\''")}'`;
-  const command = element("code", "", `python replay.py ${shell} --step ${near}`);
-  return near === step ? ["All groups of this step again, and what another pruning would have done: ", command] :
-    ["This step has no checkpoint before it (checkpoint.every, checkpoint.keep), so it cannot be replayed; the nearest before it: ", command];
 }
 
 function group(line) {
   const [kept, pruned] = [true, false].map((which) =>
     line.completions.filter((completion) => completion.kept === which).map(completionRow).filter(Boolean));
   const prompt = element("details", "", element("summary", "", "prompt"), element("pre", "", line.prompt));
-  const head = element("h3", "", `${line.id}, ${goldOf(line)}`);
+  const head = element("h3", "", `${line.id}, ${goldOf(line)}, mean reward ${number(line.mean_reward)}`);
   const parts = kept.length ? [completionTable(kept)] : [];
   if (pruned.length) {
     parts.push(element("details", "", element("summary", "", `${pruned.length} pruned`), completionTable(pruned)));
@@ -96,42 +84,23 @@ function completionRow(completion) {
 
 // ---- held-out answers
 
-const option = (text, value) => { const made = element("option", "", text); made.value = value; return made; };
-
-function fill(select, options) {
-  const before = select.value;
-  select.replaceChildren(...options);
-  if ([...select.options].some((one) => one.value === before)) select.value = before;
-}
+const changeOf = ({ before, after }) => after.score > before.score ? "better" : "worse";
 
 function showAnswers() {
-  const { pairs, left_out: leftOut } = current().held_out;
-  fill(byId("set"), [...new Set(pairs.map((pair) => pair.set))].map((name) => option(name, name)));
-  const ofSet = pairs.filter((pair) => pair.set === byId("set").value);
-  fill(byId("pair"), ofSet.map((pair) => option(`${pair.from} and ${pair.to}`, `${pair.from}-${pair.to}`)));
-  const pair = ofSet.find((one) => `${one.from}-${one.to}` === byId("pair").value);
-  const wanted = byId("change").value;
-  const rows = pair ? pair.rows.filter((row) => !wanted || wanted === changeOf(row)) : [];
-  const missing = pair ? pair.better + pair.worse - pair.rows.length : 0;
-  const [better, worse] = pair && pair.scored === "reward" ? ["got a higher reward", "a lower one"] : ["became right", "wrong"];
-  const notes = [pair ? `${pair.better} ${better} and ${pair.worse} ${worse}.` : "There are not two evaluations yet."];
-  if (missing) notes.push(`${missing} of them are not on this page.`);
-  if (leftOut) notes.push(`The ${leftOut} oldest pairs of evaluations are not on this page.`);
-  if (missing || leftOut) notes.push("eval_*.jsonl of the run folder has them.");
-  byId("change-note").textContent = notes.join(" ");
-  byId("answers").replaceChildren(...rows.slice(0, answersShown).map((row) => answer(row, pair.scored)));
-  byId("more").hidden = rows.length <= answersShown;
+  const { from, to, every, better, worse, pairs } = current().held_out, wanted = byId("change").value;
+  byId("change-note").textContent = from === to ? "There are not two evaluations yet." :
+    `From step ${from} to step ${to} the answers to ${better} problems got better and to ${worse} worse.` +
+    (every > 1 ? ` This page has every ${every}th of them; eval_*.jsonl of the run folder has all.` : "");
+  byId("pairs").replaceChildren(...pairs.filter((pair) => !wanted || wanted === changeOf(pair)).map(answer));
 }
 
-const changeOf = (row) => row.score_after > row.score_before ? "better" : "worse";
-const shareOf = (share) => share === 1 ? "✓ right" : share === 0 ? "✗ wrong" : `${number(100 * share)}% right`;
-
-function answer(row, scored) {
-  const mark = (score) => scored === "reward" ? ["", `reward ${number(score)}`] : [score >= 0.5 ? "right" : "wrong", shareOf(score)];
-  const side = (name, text, score) => element("div", mark(score)[0],
-    element("b", "", `${name}: ${mark(score)[1]}`), element("div", "text", text));
-  return element("div", "answer", element("h3", "", `${row.id}, ${goldOf(row)}`), element("p", "text", row.question),
-    element("div", "texts", side("before", row.before, row.score_before), side("after", row.after, row.score_after)));
+function answer({ before, after }) {
+  const mark = ({ graded, score }) => !graded ? `reward ${number(score)}` :
+    score === 1 ? "✓ right" : score === 0 ? "✗ wrong" : `${number(100 * score)}% right`;
+  const side = (name, one) => element("div", one.graded ? (one.score >= 0.5 ? "right" : "wrong") : "",
+    element("b", "", `${name}: ${mark(one)}`), element("div", "text", one.text));
+  return element("div", "answer", element("h3", "", `${after.set} ${after.id}, ${goldOf(after)}`),
+    element("p", "text", after.question), element("div", "texts", side("before", before), side("after", after)));
 }
 
 // ---- the place on the page
@@ -151,7 +120,7 @@ function remember() {
   const above = titles().filter((title) => title.getBoundingClientRect().top <= 1).pop() || titles()[0];
   const step = current().samples.steps[Number(byId("step").value)];
   sessionStorage.setItem(location.pathname, JSON.stringify({
-    values: Object.fromEntries(controls.map((control) => [control.id, control.value])), answersShown,
+    values: Object.fromEntries(controls.map((control) => [control.id, control.value])),
     open: [...document.querySelectorAll("details")].map((one) => one.open), step: step && step.step,
     title: above.textContent, number: alike(above.textContent).indexOf(above), top: above.getBoundingClientRect().top }));
 }
@@ -164,8 +133,6 @@ function restore() {
   const steps = current().samples.steps, same = steps.findIndex((one) => saved && one.step >= saved.step);
   byId("step").max = Math.max(0, steps.length - 1);
   byId("step").value = same < 0 ? steps.length - 1 : same;
-  if (saved) answersShown = saved.answersShown;
-  for (let round = 0; round < 3; round += 1) { showRun(); choose(); } // run, then its sets, then their pairs
   showRun();
   if (!saved) return;
   [...document.querySelectorAll("details")].forEach((one, i) => { one.open = Boolean(saved.open[i]); });
@@ -180,7 +147,6 @@ function refresh() { // not under the hands of a reader who marks a text
 history.scrollRestoration = "manual";
 for (const control of controls)
   control.addEventListener(control.id === "step" ? "input" : "change", showRun);
-byId("more").addEventListener("click", () => { answersShown += 100; showAnswers(); });
 restore();
 addEventListener("pagehide", remember);
 if (document.body.dataset.refresh) setInterval(refresh, 1000 * Number(document.body.dataset.refresh));

@@ -3,18 +3,16 @@
 The comments are those beside the fields, so the texts cannot differ from the code.
 """
 
-import ast
 import difflib
 import inspect
-import io
-import tokenize
+import re
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
-from functools import cache, reduce
+from functools import reduce
 from inspect import cleandoc
-from itertools import takewhile
 from operator import or_
-from textwrap import dedent, fill
+from textwrap import fill
+from types import ModuleType
 from typing import Any, get_type_hints
 
 import yaml
@@ -29,22 +27,11 @@ RUN, RULES = "run", "rules"  # two more sections: settings of no section, and co
 WIDTH = 110
 
 
-@cache
-def comments(section: type) -> dict[str, str]:
-    """Setting -> the comment behind it in the source of its dataclass, or above it and behind it."""
-    source = dedent(inspect.getsource(section))
-    tokens = [t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type == tokenize.COMMENT]
-    by_line = {t.start[0]: t.string.lstrip("# ") for t in tokens}
-    alone = {t.start[0] for t in tokens if t.line.lstrip().startswith("#")}
-    texts = {}
-    for node in ast.parse(source).body[0].body:
-        if isinstance(node, ast.AnnAssign):
-            first = node.lineno
-            while first - 1 in alone:
-                first -= 1
-            numbers = range(first, node.end_lineno + 1)
-            texts[node.target.id] = " ".join(by_line[i] for i in numbers if i in by_line)
-    return texts
+def comment_on(setting: str, home: type | ModuleType) -> str:
+    """Return the comment behind a setting in the source of its dataclass or leaf, or the lines above it."""
+    above_and_behind = rf'((?:^ *# .*\n)*)^(?: *|CHOICES = {{)"?{re.escape(setting)}"?: [^#\n]*(?:# (.*))?'
+    written = re.search(above_and_behind, inspect.getsource(home), re.MULTILINE)
+    return " ".join([*re.findall("# (.*)", written[1]), written[2] or ""]).strip() if written else ""
 
 
 def default_of(field: Field) -> str:
@@ -65,27 +52,22 @@ def resolved(cfg: Config) -> str:
 
     Where a setting is not at its default, that default stands behind an arrow.
     """
-    return "\n".join(lines(cfg, ""))
+    return "\n".join(lines(cfg))
 
 
-def lines(section: Any, indent: str) -> Iterator[str]:
+def lines(section: Any, indent: str = "", first_kind: str = "") -> Iterator[str]:
+    """Yield the lines of a section; if it comes in kinds, the first one is the default."""
     hints = get_type_hints(type(section), include_extras=True)
     for field in fields(section):
-        value, kinds = getattr(section, field.name), choices(hints[field.name])
-        if not is_dataclass(value):
-            yield line(section, field, default_of(field), indent)
+        value = getattr(section, field.name)
+        if is_dataclass(value):
+            yield f"{indent}{field.name}:"
+            yield from lines(value, indent + "  ", next(iter(choices(hints[field.name])), ""))
             continue
-        yield f"{indent}{field.name}:"
-        if kinds:
-            yield line(value, fields(value)[0], next(iter(kinds)), indent + "  ")
-        yield from list(lines(value, indent + "  "))[bool(kinds):]
-
-
-def line(section: Any, field: Field, default: str, indent: str) -> str:
-    value = as_yaml(getattr(section, field.name))
-    changed = f"<- {default}  " if default not in (REQUIRED, value) else ""
-    setting = f"{indent}{field.name}: {value}"
-    return f"{setting:<40}  # {changed}{comments(type(section)).get(field.name, '')}".rstrip(" #")
+        default = first_kind if field.name == "kind" else default_of(field)
+        changed = f"<- {default}  " if default not in (REQUIRED, as_yaml(value)) else ""
+        setting = f"{indent}{field.name}: {as_yaml(value)}"
+        yield f"{setting:<40}  # {changed}{comment_on(field.name, type(section))}".rstrip(" #")
 
 
 def describe_settings(section: str = "") -> str:
@@ -93,34 +75,25 @@ def describe_settings(section: str = "") -> str:
 
     Raises ConfigError if there is no such section.
     """
-    every = with_leaves(leaves.LEAVES)
-    run = "\n".join([f"# {RUN}", *describe_fields(every, "")])
-    texts = {RUN: run} | dict(describe_sections(every, "")) | {RULES: describe_rules()}
-    chosen = [name for name in texts if f"{name}.".startswith(f"{section}.")] if section else list(texts)
+    texts = dict(describe_section(RUN, with_leaves(leaves.LEAVES), "")) | {RULES: describe_rules()}
+    chosen = [text for name, text in texts.items() if not section or f"{name}.".startswith(f"{section}.")]
     if not chosen:
-        raise ConfigError(f"--settings {section}: there is no such section. {advise(section, texts)}")
-    return "\n\n".join(texts[name] for name in chosen)
+        holding = [name for name, text in texts.items() if f"\n{section} = " in text]
+        near = holding or difflib.get_close_matches(section, texts, n=1)
+        meant = [name.partition(".kind=")[0] for name in near]
+        advice = f"Did you mean {meant[0]}?" if near else f"There are: {', '.join(texts)}."
+        raise ConfigError(f"--settings {section}: there is no such section. {advice}")
+    return "\n\n".join(chosen)
 
 
-def advise(section: str, texts: dict[str, str]) -> str:
-    """Name the section that was meant: one that is spelled alike, or the section of a setting."""
-    names = {name.partition(".kind=")[0] for name in texts}
-    holding = [name.partition(".kind=")[0] for name, text in texts.items() if f"\n{section} = " in text]
-    inner = [name for name in names if name.endswith(f".{section}")]
-    meant = holding or inner or difflib.get_close_matches(section, names, n=1)
-    return f"Did you mean {meant[0]}?" if meant else f"There are: {', '.join(sorted(names))}."
-
-
-def describe_sections(section: type, path: str) -> Iterator[tuple[str, str]]:
-    """Yield the dotted name and the text of each section inside this one, and of each kind of it."""
+def describe_section(title: str, section: type, path: str) -> Iterator[tuple[str, str]]:
+    """Yield the title and the text of a section, and of the sections inside it, of each kind by itself."""
+    own = [] if section.__doc__.startswith(f"{section.__name__}(") else [cleandoc(section.__doc__)]
+    yield title, "\n".join([f"# {title}", *own, *describe_fields(section, path)])
     for name, hint in get_type_hints(section, include_extras=True).items():
-        for kind, option in (choices(hint) or {"": hint}).items():
-            if is_dataclass(option):
-                title = f"{path}{name}" + (f".kind={kind}" if kind else "")
-                own = option.__doc__ if not option.__doc__.startswith(f"{option.__name__}(") else ""
-                head = [f"# {title}", *([cleandoc(own)] if own else [])]
-                yield title, "\n".join([*head, *describe_fields(option, f"{path}{name}.")])
-                yield from describe_sections(option, f"{path}{name}.")
+        options = choices(hint) or ({"": hint} if is_dataclass(hint) else {})
+        for kind, option in options.items():
+            yield from describe_section(path + name + f".kind={kind}" * bool(kind), option, f"{path}{name}.")
 
 
 def describe_fields(section: type, path: str) -> Iterator[str]:
@@ -132,8 +105,10 @@ def describe_fields(section: type, path: str) -> Iterator[str]:
             continue
         only = [f"; only with {choice}" for choice, served in of_all("ONLY_WITH", ONLY_WITH).items()
                 if key in (entry.partition(":")[0] for entry in served)]
+        leaf = next((leaves.settings_of(leaf) for leaf, keys in leaves.LEAVES.items() if key in keys), None)
+        comment = comment_on(key, leaf) if leaf else comment_on(field.name, section)
         yield f"{key} = {default_of(field)}  ({describe(kind)})"
-        yield indented((comments(section).get(field.name) or comment_of_leaf(key)) + "".join(only))
+        yield indented(comment + "".join(only))
 
 
 def of_all(name: str, table: dict[str, list]) -> dict[str, list]:
@@ -142,21 +117,12 @@ def of_all(name: str, table: dict[str, list]) -> dict[str, list]:
     return reduce(or_, (getattr(module, name, {}) for module in modules), table)
 
 
-def comment_of_leaf(key: str) -> str:
-    """Return the comment on a leaf's own setting, behind its entry in CHOICES or above it."""
-    leaf, = (name for name, keys in leaves.LEAVES.items() if key in keys)
-    lines = inspect.getsource(leaves.settings_of(leaf)).splitlines()
-    at = next(i for i, line in enumerate(lines) if f'"{key}":' in line)
-    above = takewhile(lambda line: line.startswith("#"), reversed(lines[:at]))
-    return lines[at].partition("  # ")[2] or " ".join(line.lstrip("# ") for line in reversed([*above]))
-
-
 def describe_rules() -> str:
-    lines = [f"# {RULES}: a choice, and the values of other settings that it requires"]
+    text = [f"# {RULES}: a choice, and the values of other settings that it requires"]
     for choice, requirements in of_all("REQUIRES", REQUIRES).items():
         for key, allowed, why in requirements:
-            lines += [f"{choice}: {key} must be {allowed}", indented(why)]
-    return "\n".join(lines)
+            text += [f"{choice}: {key} must be {allowed}", indented(why)]
+    return "\n".join(text)
 
 
 def indented(text: str) -> str:

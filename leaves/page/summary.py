@@ -1,53 +1,37 @@
-"""Sum up a run from the lines of its metrics.jsonl: scores before and after, and seconds by phase."""
+"""Sum up a run from the lines of its metrics.jsonl: scores before and after, and seconds by phase.
+
+A score is the accuracy or the mean reward on an evaluation set, under its name there: "eval/gsm8k/accuracy".
+"""
 
 import math
 import sys
 from collections import defaultdict
 from pathlib import Path
 
+from infra.figures import SCORES, score_text
 from infra.lines import is_evaluation, read_metrics
-from infra.runfolder import SCORES, score_text
-from records import frozen
 from settings.paths import REPOSITORY
 
 
-@frozen
-class Score:
-    """The measure of an evaluation set, accuracy or reward: a key of runfolder.SCORES.
-
-    People read accuracies in percent: a value is `scale` times what the metrics have.
-    """
-
-    name: str  # of the set
-    kind: str
-
-    @property
-    def keys(self) -> tuple[str, str, str]:
-        """Name the metrics: the score, and the ends of its interval."""
-        return tuple(f"eval/{self.name}/{key}" for key in (self.kind, *SCORES[self.kind]))
-
-    @property
-    def percent(self) -> bool:
-        return self.kind == "accuracy"
-
-    @property
-    def scale(self) -> int:
-        return 100 if self.percent else 1
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """Return the ends of the range that a value must lie in."""
-        return (0, 100) if self.percent else (-math.inf, math.inf)
-
-    def text(self, value: float) -> str:
-        return f"{value:.1f}" if self.percent else f"{value:.3f}"
-
-
-def scores_of(lines: list[dict]) -> list[Score]:
+def scores_of(lines: list[dict]) -> list[str]:
     """Name the scores that the lines have, set by set."""
-    names = dict.fromkeys(key.split("/")[1] for line in lines for key in line if key.startswith("eval/"))
-    scores = [Score(name, kind) for name in names for kind in SCORES]
-    return [score for score in scores if any(score.keys[0] in line for line in lines)]
+    logged = dict.fromkeys(key for line in lines for key in line)
+    sets = dict.fromkeys(key.split("/")[1] for key in logged if key.startswith("eval/"))
+    return [key for name in sets for kind in SCORES if (key := f"eval/{name}/{kind}") in logged]
+
+
+def keys_of(score: str) -> list[str]:
+    """Name the metrics of a score: its value, and the ends of its interval."""
+    place, _, kind = score.rpartition("/")
+    return [f"{place}/{key}" for key in (kind, *SCORES[kind])]
+
+
+def score_cell(line: dict, score: str) -> str:
+    """Write a score with its interval; "-" where there is none: no answer has a reward, say."""
+    if line.get(score) is None:
+        return "-"
+    figures = {key.rpartition("/")[2]: line[key] for key in keys_of(score)}
+    return "-" if None in figures.values() else score_text(figures, score.rpartition("/")[2])
 
 
 def summary(folder: Path) -> str:
@@ -56,32 +40,18 @@ def summary(folder: Path) -> str:
     evals = [line for line in lines if is_evaluation(line)]
     first, last = (evals[0], evals[-1]) if evals else ({}, {})  # data.eval=null
     after = f"after {lines[-1]['step']} steps"
-    scores = sorted(scores_of([first, last]), key=lambda score: score.name)
-    head = "held-out accuracy" if any(score.percent for score in scores) else "held-out"
-    table = [f"{head:<18} {'before':>22} {after:>24} {'tokens':>16}"]
-    if not evals:
-        table = [f"{after}, without a set to evaluate on (data.eval)"]
-    for score in scores:
-        name, cells = score.name, [score_cell(line, score) for line in (first, last)]
+    table = [f"{'held-out':<18} {'before':>22} {after:>24} {'tokens':>16}" if evals else
+             f"{after}, without a set to evaluate on (data.eval)"]
+    for score in sorted(scores_of([first, last])):
+        name, cells = score.split("/")[1], [score_cell(line, score) for line in (first, last)]
         lengths = " -> ".join(f"{line.get(f'eval/{name}/length', math.nan):.1f}" for line in (first, last))
         table.append(f"{name:<18} {cells[0]:>22} {cells[1]:>24} {lengths:>16}")
-    seconds = phase_seconds(lines)
-    phases = "  ".join(f"{phase} {spent:.1f}" for phase, spent in seconds.items())
-    python = Path(sys.executable)
-    python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
-    programs = "" if Path.cwd() == REPOSITORY else f"{REPOSITORY}/"
+    phases = "  ".join(f"{phase} {spent:.1f}" for phase, spent in phase_seconds(lines).items())
+    python = f"{sys.executable} {REPOSITORY}"
     return "\n".join([*table, "", f"seconds  {phases}", f"run folder  {folder}",
-                      f"next  {python} {programs}eval.py --config {folder}/config.yaml --model {folder}/hf"
+                      f"next  {python}/eval.py --config {folder}/config.yaml --model {folder}/hf"
                       + ("" if evals else " --data SET"),
-                      *(f"      {python} {programs}{name}.py {folder}" for name in ("report", "chat"))])
-
-
-def score_cell(line: dict, score: Score) -> str:
-    """Write a score with its interval; "-" where there is none: no answer has a reward, say."""
-    if line.get(score.keys[0]) is None:
-        return "-"
-    figures = {key.rpartition("/")[2]: line[key] for key in score.keys}
-    return "-" if None in figures.values() else score_text(figures, score.kind)
+                      *(f"      {python}/{name}.py {folder}" for name in ("report", "chat"))])
 
 
 def phase_seconds(lines: list[dict]) -> dict[str, float]:

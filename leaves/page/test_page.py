@@ -2,26 +2,24 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterable
-from contextlib import contextmanager
 from pathlib import Path
+from statistics import mean
 
 import pytest
 from conftest import ROOT, TOY
 
 import report
 from infra import runfolder
-from leaves.environment.test_environment import with_sums
 from leaves.page.test_report import write_run
 
 webdriver = pytest.importorskip("selenium.webdriver")
 from selenium.webdriver.common.by import By  # noqa: E402
-from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
+from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
 pytestmark = pytest.mark.page
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
@@ -76,8 +74,8 @@ def browser():
     chrome.quit()
 
 
-def command(*words) -> list[str]:
-    return [sys.executable, *map(str, words)]
+def program(name: str, *words) -> list[str]:
+    return [sys.executable, *map(str, (ROOT / name, *words))]
 
 
 def training(out: Path, *settings: str) -> list[str]:
@@ -85,19 +83,19 @@ def training(out: Path, *settings: str) -> list[str]:
     few.write_text("".join((ROOT / "toy" / "test.jsonl").read_text().splitlines(keepends=True)[:40]))
     changes = (f"out={out}", f"model.path={TOY}", f"data.train={ROOT / 'toy' / 'train.jsonl'}", f"data.eval={few}",
                "rollout.group_size=8", "rollout.prompts_per_step=6", "eval.every=2", *settings)
-    return command(ROOT / "train.py", "--config", "cppo_toy.yaml", *(w for c in changes for w in ("--set", c)))
+    return program("train.py", "--config", "cppo_toy.yaml", *(w for c in changes for w in ("--set", c)))
 
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
-    """A run of 10 steps that learns, in which completions are pruned and some are cut."""
+def finished(tmp_path_factory) -> tuple[list[dict], Path]:
+    """The samples and the page of a run of 10 steps that learns; completions are pruned and some are cut."""
     out = tmp_path_factory.mktemp("page") / "run"
-    subprocess.run(training(out, "steps=10", "rollout.max_new_tokens=24", "optim.warmup_steps=0", "checkpoint.every=4",
-                            "checkpoint.keep=all"), check=True, env=ENVIRONMENT, capture_output=True)
-    return out
+    subprocess.run(training(out, "steps=10", "rollout.max_new_tokens=24", "optim.warmup_steps=0"), check=True,
+                   env=ENVIRONMENT, capture_output=True)
+    return runfolder.read_log(out / "samples.jsonl"), report.write_report([out], out)
 
 
 def show(browser, page: Path, width: int = 1280, scheme: str = "light") -> None:
@@ -138,16 +136,6 @@ def in_order(groups: Iterable[dict]) -> list[dict]:
     return [c for group in groups for c in sorted(group["completions"], key=lambda c: not c["kept"])]
 
 
-def short(value: float) -> str:
-    """Three digits, as the page writes a number."""
-    return f"{value:.3g}"
-
-
-def components(completion: dict) -> str:
-    values = [f"{name} {short(value)}" for name, value in completion["components"].items() if value]
-    return ", ".join(values) or "all components 0"
-
-
 def background(browser, element: str) -> str:
     return browser.execute_script("""for (let e = document.querySelector(arguments[0]); e; e = e.parentElement) {
         const colour = getComputedStyle(e).backgroundColor;
@@ -160,199 +148,159 @@ def move_slider(browser, place: int) -> None:
 
 
 def choose(browser, select: str, value: str) -> None:
-    Select(browser.find_element(By.ID, select)).select_by_value(value)
-
-
-@contextmanager
-def ended(process: subprocess.Popen):
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+    browser.execute_script("""const select = document.getElementById(arguments[0]);
+        select.value = arguments[1]; select.dispatchEvent(new Event("change"));""", select, value)
 
 
 # ---- a finished run
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_every_section_can_be_read(browser, finished, tmp_path, width, scheme):
-    page = report.write_report([finished], tmp_path)
+def test_every_section_can_be_read(browser, finished, width, scheme):
+    _, page = finished
     show(browser, page, width, scheme)
     browser.execute_script("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
     check_layout(browser)
     check_quiet(browser, page)
     assert browser.find_element(By.CSS_SELECTOR, "#now .state").text == "finished"
     assert "step 10 of 10" in browser.find_element(By.ID, "now").text
-    newest = [c for line in runfolder.read_log(finished / "samples.jsonl")[-1:] for c in line["completions"]][:3]
-    said = [line.text.splitlines()[0] for line in browser.find_elements(By.CSS_SELECTOR, ".newest li")]
-    assert said == [f"{'✓' if c['components']['accuracy'] == 1 else '✗'} reward {short(c['reward'])}, "
-                    f"{'kept' if c['kept'] else 'pruned'}" for c in newest]
     labels = browser.execute_script("""return [...document.querySelectorAll("#groups tbody tr:first-child td")].map(
         (cell) => getComputedStyle(cell, "::before").content)""")
     tables = len(browser.find_elements(By.CSS_SELECTOR, "#groups table"))
     columns = ["answer", "completion", "reward", "advantage", "kept", "tokens"] * tables
     assert tables > 2 and labels == ([f'"{column}: "' for column in columns] if width == 400 else ["none"] * 6 * tables)
     titles = [title.text for title in browser.find_elements(By.TAG_NAME, "h2")]
-    assert titles == ["Now", "Curves", "In numbers", "Completions", "Held-out answers", "What pruning did", "Settings"]
-    charts = browser.find_element(By.ID, "curves").text
-    drawn = {line.split("/")[0] for line in re.findall(r"[a-z]+/[a-z_]+", charts)}
-    assert drawn and "Entropy" in charts and "Gradient norm" in charts and "Accuracy against steps" in charts
+    assert titles == ["Now", "Curves", "In numbers", "Completions", "Held-out answers", "Settings"]
+    drawn = {one.text for one in browser.find_elements(By.CSS_SELECTOR, "figcaption b")}
+    assert drawn >= {"rollout/entropy", "train/grad_norm", "completions kept of run", "eval/few/accuracy against steps"}
 
 
-def test_the_slider_shows_the_completions_of_its_step(browser, finished, tmp_path):
-    page = report.write_report([finished], tmp_path)
+def test_the_slider_shows_the_completions_of_its_step_and_filters_leave_what_they_name(browser, finished):
+    logged, page = finished
     show(browser, page)
-    logged = runfolder.read_log(finished / "samples.jsonl")
-    for place, step in ((9, 10), (0, 1), (4, 5)):
+    for place, step in ((0, 1), (4, 5), (9, 10)):
         move_slider(browser, place)
-        completions = in_order(line for line in logged if line["step"] == step)
-        shown = rows(browser)
-        assert [row["text"] for row in shown] == [c["text"] for c in completions]
-        assert [row["answer"][2:] for row in shown] == [
-            "right" if c["components"]["accuracy"] == 1 else "wrong" for c in completions]
-        assert [row["kept"] for row in shown] == [
-            f"kept, probability {short(c['prob'])}, weight {short(c['weight'])}"
-            + ("" if c["advantage"] else ", no gradient") if c["kept"] else
-            f"pruned, probability {short(c['prob'])}" for c in completions]
-        assert [row["advantage"] for row in shown] == [short(c["advantage"]) for c in completions]
-        assert [row["reward"] for row in shown] == [f"{short(c['reward'])} ({components(c)})" for c in completions]
-        assert [row["tokens"] for row in shown] == [
-            f"{c['tokens']}, {'finished' if c['finished'] else 'truncated'}" for c in completions]
+        groups = [line for line in logged if line["step"] == step]
+        completions = in_order(groups)
+        for row, c in zip(rows(browser), completions, strict=True):
+            right = c["components"]["accuracy"] == 1
+            parts = ", ".join(f"{key} {value:.3g}" for key, value in c["components"].items() if value)
+            why = f"probability {c['prob']:.3g}"
+            gradient = "" if c["advantage"] else ", no gradient"
+            assert row == {
+                "class": f"{'right' if right else 'wrong'} {'kept' if c['kept'] else 'pruned'}", "text": c["text"],
+                "answer": "✓ right" if right else "✗ wrong", "advantage": f"{c['advantage']:.3g}",
+                "reward": f"{c['reward']:.3g} ({parts or 'all components 0'})",
+                "kept": f"kept, {why}, weight {c['weight']:.3g}{gradient}" if c["kept"] else f"pruned, {why}",
+                "tokens": f"{c['tokens']}, {'finished' if c['finished'] else 'truncated'}"}
         heads = [head.text for head in browser.find_elements(By.CSS_SELECTOR, "#groups h3")]
-        assert heads == [f"{x['id']}, gold answer {x['gold']}" for x in logged if x["step"] == step]
-        replay = browser.find_element(By.ID, "replay").text  # of its steps, those after a checkpoint and the first
-        assert replay.endswith(f"python replay.py {finished} --step {step if step in (1, 5, 9) else 9}")
-        assert ("cannot be replayed" in replay) == (step not in (1, 5, 9))
+        assert heads == [f"{x['id']}, gold answer {x['gold']}, mean reward "
+                         f"{mean(c['reward'] for c in x['completions']):.3g}" for x in groups]
         prompt = browser.find_element(By.CSS_SELECTOR, "#groups pre").get_attribute("textContent")
-        assert prompt == next(x["prompt"] for x in logged if x["step"] == step) and "<|im_start|>" in prompt
-    assert any("<|im_end|>" in row["text"] for row in rows(browser))
+        assert prompt == groups[0]["prompt"] and "<|im_start|>" in prompt
+    assert any("<|im_end|>" in c["text"] for c in completions)
     check_quiet(browser, page)
 
-
-def test_replies_of_an_environment_are_shaded(browser, tmp_path):
-    out, (setting, *others) = tmp_path / "run", with_sums(tmp_path)
-    subprocess.run(training(out, setting, *others, "steps=2", "checkpoint.every=0"), check=True, env=ENVIRONMENT,
-                   capture_output=True)
-    page = report.write_report([out], tmp_path / "out")
-    for scheme in SCHEMES:
-        show(browser, page, 1280, scheme)
-        logged = runfolder.read_log(out / "samples.jsonl")
-        completions = in_order(line for line in logged if line["step"] == 2)
-        assert [row["text"] for row in rows(browser)] == [c["text"] for c in completions]
-        spans = browser.find_elements(By.CSS_SELECTOR, "#groups .reply")
-        replies = [span.get_attribute("textContent") for span in spans]
-        assert replies == [turn for c in completions for turn in c.get("turns", [])[1::2]] and replies
-        assert background(browser, "#groups .reply") != background(browser, "#groups tr")
-        check_layout(browser)
-    check_quiet(browser, page)
-
-
-def test_filters_leave_what_they_name(browser, finished, tmp_path):
-    show(browser, report.write_report([finished], tmp_path))
-    logged = runfolder.read_log(finished / "samples.jsonl")
-    last = in_order(line for line in logged if line["step"] == 10)
     tests = {("kept", "kept"): lambda c: c["kept"], ("kept", "pruned"): lambda c: not c["kept"],
              ("right", "right"): lambda c: c["components"]["accuracy"] == 1,
              ("right", "wrong"): lambda c: c["components"]["accuracy"] != 1,
              ("cut", "finished"): lambda c: c["finished"], ("cut", "truncated"): lambda c: not c["finished"]}
-    assert all(any(map(test, last)) for test in tests.values())  # each filter has something to leave
+    assert all(any(map(test, completions)) for test in tests.values())  # each filter has something to leave
     for (select, value), test in tests.items():
         choose(browser, select, value)
-        assert [row["text"] for row in rows(browser)] == [c["text"] for c in last if test(c)]
+        assert [row["text"] for row in rows(browser)] == [c["text"] for c in completions if test(c)]
         choose(browser, select, "")
     choose(browser, "kept", "kept")
     choose(browser, "right", "right")
-    both = [c["text"] for c in last if c["kept"] and c["components"]["accuracy"] == 1]
+    both = [c["text"] for c in completions if c["kept"] and c["components"]["accuracy"] == 1]
     assert [row["text"] for row in rows(browser)] == both
 
 
-def test_held_out_answers_that_changed_are_shown_with_both_texts(browser, finished, tmp_path):
-    show(browser, report.write_report([finished], tmp_path))
-    steps = [0, 2, 4, 6, 8, 10]
-    pairs = [(0, 10), *reversed(list(zip(steps, steps[1:], strict=False)))]
-    options = [option.text for option in Select(browser.find_element(By.ID, "pair")).options]
-    assert options == [f"{a} and {b}" for a, b in pairs]
-    for a, b in ((0, 10), (4, 6)):
-        choose(browser, "pair", f"{a}-{b}")
-        before, after = ({line["id"]: line for line in runfolder.read_log(finished / f"eval_{step:06d}.jsonl")}
-                         for step in (a, b))
-        for change in ("better", "worse", ""):
-            choose(browser, "change", change)
-            while (more := browser.find_element(By.ID, "more")).is_displayed():
-                more.click()
-            wanted = []
-            for key, line in after.items():
-                was, now = (x["responses"][0] for x in (before[key], line))
-                kind = {(False, True): "better", (True, False): "worse"}.get(
-                    (was["verdict"] == "right", now["verdict"] == "right"))
-                if kind and change in ("", kind):
-                    title = f"{key}, gold answer {line['gold']}"
-                    wanted.append([title, line["question"], was["text"], now["text"]])
-            shown = browser.execute_script("""return [...document.querySelectorAll("#answers .answer")].map((one) =>
-                [...one.querySelectorAll("h3, .text")].map((text) => text.textContent))""")
-            assert shown == wanted
-        assert wanted
+def test_held_out_answers_that_changed_are_shown_with_both_texts(browser, finished):
+    _, page = finished
+    show(browser, page)
+    before, after = ({line["id"]: line for line in runfolder.read_log(page.with_name(f"eval_{step:06d}.jsonl"))}
+                     for step in (0, 10))
+    for change in ("better", "worse", ""):
+        choose(browser, "change", change)
+        wanted = []
+        for key, line in after.items():
+            was, now = (x["responses"][0] for x in (before[key], line))
+            kind = {(False, True): "better", (True, False): "worse"}.get(
+                (was["verdict"] == "right", now["verdict"] == "right"))
+            if kind and change in ("", kind):
+                wanted.append([f"few {key}, gold answer {line['gold']}", line["question"], was["text"], now["text"]])
+        shown = browser.execute_script("""return [...document.querySelectorAll("#pairs .answer")].map((one) =>
+            [...one.querySelectorAll("h3, .text")].map((text) => text.textContent))""")
+        assert shown == wanted
+    assert wanted
 
 
-def test_a_run_without_gold_answers_is_shown_by_its_rewards(browser, tmp_path):
-    """No verdict is told that nobody made."""
+COMPLETION = {"tokens": 9, "finished": True, "advantage": 0.5, "kept": True, "prob": 1.0, "weight": 1.0}
+
+
+def test_a_run_without_gold_answers_is_shown_by_its_rewards_and_replies_are_shaded(browser, tmp_path):
+    """No verdict is told that nobody made. Replies of an environment stand between the turns of the policy."""
     folder = write_run(tmp_path / "run", [0.1, 0.5], "seed=1")
-    completion = {"tokens": 9, "finished": True, "advantage": 0.5, "kept": True, "prob": 1.0, "weight": 1.0}
-    texts = {"first": 0.25, "second": 0.75}
-    write_lines(folder / "samples.jsonl", [{"step": 1, "id": "q/1", "prompt": "p", "gold": "", "completions": [
-        completion | {"text": text, "reward": reward, "components": {"custom": reward}}
-        for text, reward in texts.items()]}])
+    completions = [COMPLETION | {"text": text, "reward": reward, "components": {"custom": reward}}
+                   for text, reward in {"first": 0.25, "one reply two": 0.75}.items()]
+    completions[1]["turns"] = ["one ", "reply", " two"]
+    write_lines(folder / "samples.jsonl", [{"step": 1, "id": "q/1", "prompt": "p", "gold": "",
+                                            "completions": completions}])
     for step, reward in ((0, 0.25), (1, 0.75)):
         answers = [{"k": k, "text": f"{step}", "reward": reward} for k in range(2)]
         write_lines(folder / f"eval_{step:06d}.jsonl", [{"set": "few", "id": "q/2", "question": "?", "gold": "",
                                                          "responses": answers}])
-    show(browser, report.write_report([folder], tmp_path / "page"))
-    assert [(row["answer"], row["text"]) for row in rows(browser)] == [("–", "first"), ("–", "second")]
+    page = report.write_report([folder], tmp_path / "page")
+    for scheme in SCHEMES:
+        show(browser, page, 1280, scheme)
+        reply, = browser.find_elements(By.CSS_SELECTOR, "#groups .reply")
+        assert reply.text == "reply" and background(browser, "#groups .reply") != background(browser, "#groups tr")
+        check_layout(browser)
     choose(browser, "right", "wrong")
-    assert len(rows(browser)) == 2
-    assert browser.find_element(By.CSS_SELECTOR, "#groups h3").text == "q/1, no gold answer"
-    assert browser.find_element(By.ID, "change-note").text == "1 got a higher reward and 0 a lower one."
-    sides = [one.text for one in browser.find_elements(By.CSS_SELECTOR, "#answers .texts b")]
+    assert [(row["answer"], row["text"]) for row in rows(browser)] == [("–", "first"), ("–", "one reply two")]
+    assert browser.find_element(By.CSS_SELECTOR, "#groups h3").text == "q/1, no gold answer, mean reward 0.5"
+    note = browser.find_element(By.ID, "change-note").text
+    assert note == "From step 0 to step 1 the answers to 1 problems got better and to 0 worse."
+    sides = [one.text for one in browser.find_elements(By.CSS_SELECTOR, "#pairs .texts b")]
     assert sides == ["before: reward 0.25", "after: reward 0.75"]
-    newest = browser.find_element(By.CSS_SELECTOR, "#now .newest").text
-    assert "reward 0.75, kept\nsecond" in newest and "✓" not in newest and "✗" not in newest
 
 
 # ---- a run under way
 
-def test_an_open_page_follows_the_run_and_keeps_its_place(browser, tmp_path):
+def test_an_open_page_follows_the_run_and_keeps_its_place(browser, tmp_path, request):
     """Opened at step 3 or soon after it, the page shows step 8 later, where the reader was and with his slider."""
     out, page = tmp_path / "run", tmp_path / "page" / "report.html"
     other = write_run(tmp_path / "other", [0.1, 0.5], "seed=7")
     wait = WebDriverWait(browser, 120, poll_frequency=0.1)
-    with ended(subprocess.Popen(training(out, "steps=500"), env=ENVIRONMENT, stderr=subprocess.DEVNULL)) as run:
-        wait.until(lambda _: len(runfolder.read_log(out / "samples.jsonl")) >= 2 * 3)
-        watch = subprocess.Popen(command(ROOT / "report.py", out, other, "--out", page.parent, "--watch", "1"),
-                                 env=ENVIRONMENT, stderr=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-        with ended(watch):
-            wait.until(lambda _: page.is_file())
-            show(browser, page)
-            assert browser.find_element(By.CSS_SELECTOR, "#now .state").text == "running"
-            assert " left" in browser.find_element(By.ID, "now").text
-            first = done(browser)
-            move_slider(browser, 1)
-            browser.execute_script("document.querySelector('#settings details').open = true")
-            choose(browser, "right", "wrong")
-            browser.execute_script("document.querySelector('#groups h3:last-of-type').scrollIntoView()")
-            browser.execute_script("scrollBy(0, 57)")
-            place = where(browser)
-            wait.until(lambda _: done(browser) >= first + 5)
-            assert where(browser) == pytest.approx(place, abs=1)
-            assert browser.find_element(By.ID, "step-shown").text.startswith("2 of ")
-            assert browser.execute_script("return document.querySelector('#settings details').open")
-            assert Select(browser.find_element(By.ID, "right")).first_selected_option.text == "wrong"
-            run.send_signal(signal.SIGINT)
-            assert run.wait(60) == 130
-            assert watch.wait(60) == 0 and "report.html" in watch.stdout.read()
-            wait.until(lambda _: browser.find_element(By.CSS_SELECTOR, "#now .state").text == "stopped")
-            assert browser.find_element(By.TAG_NAME, "body").get_attribute("data-refresh") is None
-            check_quiet(browser, page)
+    run = subprocess.Popen(training(out, "steps=500"), env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+    request.addfinalizer(run.kill)
+    wait.until(lambda _: len(runfolder.read_log(out / "samples.jsonl")) >= 2 * 3)
+    watch = subprocess.Popen(program("report.py", out, other, "--out", page.parent, "--watch", "5"), env=ENVIRONMENT,
+                             stderr=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    request.addfinalizer(watch.kill)
+    wait.until(lambda _: page.is_file())
+    show(browser, page)
+    assert browser.find_element(By.CSS_SELECTOR, "#now .state").text == "running"
+    assert " left" in browser.find_element(By.ID, "now").text
+    first = done(browser)
+    move_slider(browser, 1)
+    browser.execute_script("document.querySelector('#settings details').open = true")
+    choose(browser, "right", "wrong")
+    browser.execute_script("document.querySelector('#groups h3:last-of-type').scrollIntoView()")
+    browser.execute_script("scrollBy(0, 57)")
+    place = where(browser)
+    wait.until(lambda _: done(browser) >= first + 5)
+    assert where(browser) == pytest.approx(place, abs=1)
+    assert browser.find_element(By.ID, "step-shown").text.startswith("2 of ")
+    assert browser.execute_script("return document.querySelector('#settings details').open")
+    assert browser.execute_script("return document.getElementById('right').value") == "wrong"
+    run.send_signal(signal.SIGINT)
+    assert run.wait(60) == 130
+    assert watch.wait(60) == 0 and "report.html" in watch.stdout.read()
+    wait.until(lambda _: browser.find_element(By.CSS_SELECTOR, "#now .state").text == "stopped")
+    assert browser.find_element(By.TAG_NAME, "body").get_attribute("data-refresh") is None
+    check_quiet(browser, page)
 
 
 def done(browser) -> int:
@@ -378,8 +326,7 @@ def test_no_text_of_a_model_or_user_runs_or_breaks_the_page(browser, tmp_path):
                        f"data.system_prompt={everything.encode('ascii', 'ignore').decode()}", state=None)
     other = write_run(tmp_path / "<script>window.ran=6<script>", [0.1, 0.5], "seed=1")
     (folder / "state.json").write_text(json.dumps({"state": "failed", "error": everything}) + "\n")
-    completion = {"text": everything, "tokens": 9, "finished": True, "reward": 1.0, "advantage": 0.5, "kept": True,
-                  "components": {"accuracy": 1.0, EVIL[1]: 0.5}, "prob": 1.0, "weight": 1.0}
+    completion = COMPLETION | {"text": everything, "reward": 1.0, "components": {"accuracy": 1.0, EVIL[1]: 0.5}}
     write_lines(folder / "samples.jsonl", [{"step": 1, "id": EVIL[0], "prompt": everything, "gold": EVIL[1],
                                             "completions": [completion] * 2}])
     for step, verdict in ((0, "wrong"), (1, "right")):
@@ -396,7 +343,7 @@ def test_no_text_of_a_model_or_user_runs_or_breaks_the_page(browser, tmp_path):
     for text in (*EVIL[:6], EVIL[7]):
         assert text in seen
     assert [row["text"] for row in rows(browser)] == [everything.replace("\ud800", "�")] * 2
-    assert browser.find_element(By.CSS_SELECTOR, "#answers h3").text == f"{EVIL[1]}, gold answer {EVIL[3]}"
+    assert browser.find_element(By.CSS_SELECTOR, "#pairs h3").text == f"{EVIL[0]} {EVIL[1]}, gold answer {EVIL[3]}"
     for width in WIDTHS:
         show(browser, page, width)
         check_layout(browser)

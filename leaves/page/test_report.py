@@ -2,8 +2,6 @@
 
 import json
 import re
-from html.parser import HTMLParser
-from itertools import product
 
 import pytest
 from conftest import toy_config
@@ -11,11 +9,12 @@ from conftest import toy_config
 import config
 import report
 from infra import runfolder
-from leaves.page import charts, pruning
-from leaves.page.compare import make_tables
-from leaves.page.pruning import kept_by_difficulty, kept_weights
+from infra.lines import read_log, rewrite_log
+from leaves.page import charts
+from leaves.page.charts import kept_by_difficulty
 from leaves.page.runs import group_runs, read_run
-from leaves.page.summary import scores_of
+from leaves.page.samples import choose_answers, choose_completions
+from leaves.page.tables import make_tables
 from settings.loader import ConfigError
 
 
@@ -38,63 +37,24 @@ def write_run(folder, curve: list[float], *changes: str, every=1, total=None, st
             share = curve[step // every]
             lines.append({"step": step, "time/eval": 1.0, "eval/few/length": 9.0 + step, "eval/few/accuracy": share,
                           "eval/few/low": max(0, share - 0.08), "eval/few/high": min(1, share + 0.08)})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rewrite_log(folder / "metrics.jsonl", lines)
     if state:
-        (folder / "state.json").write_text(json.dumps({"state": state}) + "\n")
+        rewrite_log(folder / "state.json", [{"state": state}])
     return folder
 
 
-class Tables(HTMLParser):
-    """All tables of a page by the heading above them: lists of rows, the head first."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.tables: dict[str, list[list[str]]] = {}
-        self.heading, self.inside = "", ""
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.inside = tag
-        if tag == "h3":
-            self.heading = ""
-        elif tag == "table":
-            self.tables[self.heading] = []
-        elif tag == "tr":
-            self.tables[self.heading].append([])
-        elif tag in ("td", "th"):
-            self.tables[self.heading][-1].append("")
-
-    def handle_endtag(self, tag):
-        self.inside = ""
-
-    def handle_data(self, data):
-        if self.inside == "h3":
-            self.heading += data
-        elif self.inside in ("td", "th"):
-            self.tables[self.heading][-1][-1] += data
-
-
-def page_of(runs, out, **options) -> tuple[str, dict[str, list[list[str]]]]:
-    text = report.write_report(runs, out, **options).read_text()
-    return text, Tables(text).tables
-
-
 def tables_of(folders, level=None) -> dict[str, list[list[str]]]:
-    """The tables of a report by their titles, without the page around them."""
-    groups = group_runs(list(map(read_run, folders)))
-    scores = scores_of([line for group in groups.values() for run in group for line in run.evals])
-    return {table.title: [table.head, *table.rows] for table in make_tables(groups, scores, level)}
+    return make_tables(group_runs(list(map(read_run, folders))), level)
 
 
 @pytest.fixture
 def uncharted(monkeypatch):
     """Pages without their charts, which take most of a page's time."""
-    for module in (charts, pruning):
-        monkeypatch.setattr(module, "draw_svg", lambda plot, integer_x=True: "")
+    monkeypatch.setattr(charts, "draw_svg", lambda rows, score="": "")
 
 
 def test_a_sweep_is_told_apart_by_its_settings_and_every_cell_is_right(tmp_path, uncharted):
-    """3 rates x 2 seeds: one rate learns nothing, one run was killed half-way, one has a single evaluation."""
+    """3 rates x 2 seeds: one rate learns nothing, one run was killed half-way, two have too few evaluations."""
     def run(rate: str, seed: int, curve: list[float], **more):
         return write_run(tmp_path / f"{rate}-seed{seed}", curve, f"optim.lr={rate}", f"seed={seed}", **more)
 
@@ -105,65 +65,42 @@ def test_a_sweep_is_told_apart_by_its_settings_and_every_cell_is_right(tmp_path,
     killed = run("3e-4", 1, [0.2, 0.7, 0.95, 0.99], total=10, state=None)
     young = run("3e-4", 2, [0.2], total=10, state=None)
     folders = [*good, *none, fast, killed, young]
-    text, tables = page_of(folders, tmp_path / "out")
-    kinds = ["10 steps", "1.05k generated tokens", "500 trained tokens", "20 seconds"]
-    assert tables["few: accuracy in %, at the budget that every run reached"] == [
-        ["run", "runs", "before", *kinds, "at its end"],
-        ["optim.lr=1e-4", "2", "20.0", "89.0", "90.0", "90.0", "89.0", "89.0"],
-        ["optim.lr=1e-5", "2", "20.0", *["20.0"] * 5],
-        ["optim.lr=3e-4", "1", "20.0", "85.0", "85.0", "85.0", "60.0 to 85.0", "85.0"]]
-    assert tables["few: accuracy in %, at half of that budget"] == [
-        ["run", "5 steps", "528 generated tokens", "250 trained tokens", "10 seconds"],
-        ["optim.lr=1e-4", "75.0", "73.5", "72.9", "75.0"], ["optim.lr=1e-5", "20.0", "20.2", "20.0", "20.0"],
-        ["optim.lr=3e-4", "60.0", "60.0 to 85.0", "60.0", "20.0 to 60.0"]]
-    assert tables["few: cost to reach 82.1%"] == [  # 20 and 0.9 of the best gain
-        ["run", "steps", "generated tokens", "trained tokens", "seconds"],
-        ["optim.lr=1e-4", "5.92", "677", "328", "11.8"], ["optim.lr=1e-5", *["not reached"] * 4],
-        ["optim.lr=3e-4", "5 to 10", "515 to 1.05k", "250 to 500", "15 to 30"]]
-    assert tables["What differs"] == [["run", "seeds", "optim.lr"], ["optim.lr=1e-4", "0, 1", "1e-4"],
-                                      ["optim.lr=1e-5", "0, 1", "1e-5"], ["optim.lr=3e-4", "0, 1, 2", "3e-4"]]
+    text = report.write_report(folders, tmp_path / "out", level=80).read_text()
+    assert tables_of(folders, level=80) == {
+        "What differs": [["run", "seeds", "optim.lr"], ["1e-4-seed0", "0, 1", "1e-4"],
+                         ["1e-5-seed0", "0, 1", "1e-5"], ["3e-4-seed0", "0, 1, 2", "3e-4"]],
+        "eval/few/accuracy, at the budget that every run reached": [
+            ["run", "runs", "before", "10 steps", "1.055k generated tokens", "500 trained tokens", "20 seconds",
+             "at its end"],
+            ["1e-4-seed0", "2", "20.0%", "89.0%", "90.0%", "90.0%", "89.0%", "89.0%"],
+            ["1e-5-seed0", "2", *["20.0%"] * 6],
+            ["3e-4-seed0", "1", "20.0%", *["-"] * 4, "85.0%"]],  # two evaluations and the start are no verdict
+        "eval/few/accuracy: cost until an evaluation at 80.0%": [
+            ["run", "runs", "steps", "generated tokens", "trained tokens", "seconds"],
+            ["1e-4-seed0", "2", "5.5", "628", "305", "11"], ["1e-5-seed0", "2", *["-"] * 4],
+            ["3e-4-seed0", "1", "10", "1.055k", "500", "30"]],
+        "Cost of a whole run": [
+            ["run", "runs", "steps", "generated tokens", "trained tokens", "eval s", "step s", "update s", "rollout s"],
+            ["1e-4-seed0", "2", "10", "1.155k", "550", "11", "20", "5", "10"],
+            ["1e-5-seed0", "2", "10", "1.055k", "500", "11", "20", "5", "10"],
+            ["3e-4-seed0", "1", "10", "1.055k", "500", "3", "30", "7.5", "15"]]}
+    written = (tmp_path / "out" / "report.md").read_text()
     for folder, step in ((killed, 3), (young, 0)):
-        assert f"{folder} is left out of the tables: died after {step} of 10 steps." in text
-    assert "[nan" not in text and "±" not in text  # two seeds have no interval
-    assert tables_of(folders, level=60)["few: cost to reach 60.0%"][2] == ["optim.lr=1e-5", *["not reached"] * 4]
+        left_out = f"{folder} is left out of the tables: died after {step} of 10 steps."
+        assert left_out in text and left_out in written
+    cells = re.findall("<td[^>]*>([^<]*)</td>", text)
+    assert all(cell in cells and cell in written for rows in tables_of(folders).values() for row in rows[1:] for cell in row)
+    assert "nan" not in written
+    for level in (0, 120):
+        with pytest.raises(ConfigError, match=f"--level {level} must be above 0 and at most 100, a percentage"):
+            tables_of(folders, level)
 
 
 def test_three_runs_have_an_interval_that_stays_within_what_is_possible(tmp_path):
     """Student's: 80 and 4.303 x 20 / sqrt 3 around it, cut at 100."""
     folders = [write_run(tmp_path / f"run{seed}", [0.2, 0.5, 0.6 + 0.2 * seed], f"seed={seed}") for seed in range(3)]
-    row = tables_of(folders, level=50)["few: accuracy in %, at the budget that every run reached"][1]
-    assert row[-1] == "80.0 [30.3, 100.0]"
-
-
-def test_a_level_is_not_read_off_where_evaluations_are_far_apart(tmp_path):
-    curve = [0.3, 0.4, 0.6, 0.8, 0.9, 0.95, 0.96, 0.97, 0.97]
-    dense = write_run(tmp_path / "dense", curve, every=5)
-    falling = write_run(tmp_path / "falling", [0.3, 0.9, 0.5, 0.4, 0.97], "seed=1", every=10)
-    both = tables_of([dense, falling])["few: cost to reach 90.3%"][1]  # 20 to 25 and 30 to 40, in the mean
-    assert both == ["dense", "25 to 32.5", "2.84k to 3.82k", "1.25k to 1.62k", "50 to 65"]
-    ends_only = write_run(tmp_path / "ends", [curve[0], curve[-1]], every=40)
-    reach = "few: cost to reach 90.3%"
-    assert tables_of([dense])[reach][1][:2] == ["dense", "20 to 25"]
-    assert tables_of([ends_only])[reach][1] == ["ends", *["not known"] * 4]
-    every_step = write_run(tmp_path / "every", [0.3, 0.5, 0.9, 0.95, *[0.97] * 7])
-    assert tables_of([every_step])[reach][1][1] == f"{2 + (90.3 - 90) / 5:.3g}"
-
-
-def test_a_gain_within_the_noise_of_one_evaluation_is_no_level(tmp_path, uncharted):
-    runs = [write_run(tmp_path / rate, [0.2, 0.24], f"optim.lr={rate}") for rate in ("1e-4", "1e-5")]
-    text, tables = page_of(runs, tmp_path / "out")
-    assert "The best row gains 4.0 points, and one evaluation is known to ±8.0" in text
-    assert "few: cost to reach 23.6%" not in tables
-
-
-def test_the_cost_of_runs(tmp_path):
-    a, b = (write_run(tmp_path / name, [0.2, 0.5, 0.8], f"optim.lr={lr}", seconds=s)
-            for name, lr, s in (("a", "1e-4", 2.0), ("b", "1e-5", 4.0)))
-    tables = tables_of([a, b])
-    assert tables["Cost of a whole run"] == [
-        ["run", "steps", "generated tokens", "trained tokens", "eval s", "step s", "update s", "rollout s", "other s"],
-        ["optim.lr=1e-4", "2", "203", "100", "3.0", "4.0", "1.0", "2.0", "1.0"],
-        ["optim.lr=1e-5", "2", "203", "100", "3.0", "8.0", "2.0", "4.0", "2.0"]]
+    row = tables_of(folders)["eval/few/accuracy, at the budget that every run reached"][1]
+    assert row[-1] == "80.0% [30.3%, 100.0%]"
 
 
 POINT = re.compile(r"[ML] ([-\d.]+) ([-\d.]+)")
@@ -172,10 +109,9 @@ POINT = re.compile(r"[ML] ([-\d.]+) ([-\d.]+)")
 class Drawn:
     """What a chart draws, in the units of its axes: grid lines and their labels give the scale."""
 
-    def __init__(self, page: str, title: str, section: str = ""):
-        page = page[page.index(f'<section id="{section}">'):] if section else page
+    def __init__(self, page: str, title: str):
         self.svg = next(f for f in page.split("<figure>") if f"<b>{title}</b>" in f).partition("</figure>")[0]
-        ticks = re.findall(r'd="M ([\d.]+) ([\d.]+) \nL ([\d.]+) ([\d.]+) \n"[^>]*--grid.*?<text[^>]*>([^<]+)</text>',
+        ticks = re.findall(r'd="M ([\d.]+) ([\d.]+) \nL ([\d.]+) ([\d.]+) \n"[^>]*#808080.*?<text[^>]*>([^<]+)</text>',
                            self.svg, re.DOTALL)
         self.marks = [[(float(x), number(label)) for x, _, end, _, label in ticks if x == end],
                       [(float(y), number(label)) for _, y, _, end, label in ticks if y == end]]
@@ -190,16 +126,14 @@ class Drawn:
             values.append(tuple(read))
         return values
 
-    def lines(self, colour: int, width: float | None = None) -> list[list[tuple[float, float]]]:
-        style = r'style="fill: none; stroke: var\(--line-(\d)\); stroke-width: ([\d.]+)'
-        return [self.at(POINT.findall(d)) for d, c, w in re.findall(rf'<path d="([^"]*)"[^>]*{style}', self.svg)
-                if int(c) == colour and width in (None, float(w))]
+    def lines(self, colour: str, width: float = 1.6) -> list[list[tuple[float, float]]]:
+        style = rf'style="fill: none; stroke: {colour}; stroke-width: {width}'
+        return [self.at(POINT.findall(d)) for d in re.findall(rf'<path d="([^"]*)"[^>]*{style}', self.svg)]
 
 
 def number(label: str) -> float:
-    """A label of an axis; matplotlib writes another minus."""
     unit = {"k": 1e3, "M": 1e6}.get(label[-1], 1)
-    return unit * float(label.rstrip("kM").replace("\N{MINUS SIGN}", "-"))
+    return unit * float(label.rstrip("kM"))
 
 
 def near(points) -> list:
@@ -207,28 +141,36 @@ def near(points) -> list:
 
 
 def logged(folder, key: str) -> list[tuple[int, float]]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [(line["step"], line[key]) for line in lines if key in line]
+    return [(line["step"], line[key]) for line in read_log(folder / "metrics.jsonl") if key in line]
 
 
-def test_curves_go_through_the_values_of_the_log(tmp_path):
+BLUE, ORANGE = "#1f77b4", "#ff7f0e"
+
+
+def test_curves_go_through_the_values_of_the_log_and_the_mean_as_far_as_all_runs_have_come(tmp_path):
     folder = write_run(tmp_path / "run", [0.2] * 9)
-    text, _ = page_of([folder], tmp_path / "out")
-    for title, key in (("Reward", "reward/mean"), ("Entropy", "rollout/entropy"), ("Length", "rollout/length"),
-                       ("Spread of the rewards", "reward/std"), ("eval/few/length", "eval/few/length")):
-        line, = Drawn(text, title).lines(0)
-        assert line == near(logged(folder, key)), title
-    phases = Drawn(text, "Tokens generated and trained")
-    for colour, key in enumerate(("rollout/tokens", "train/tokens")):
-        assert phases.lines(colour) == [near(logged(folder, key))]
+    text = report.write_report([folder], tmp_path / "out").read_text()
+    for key in ("reward/mean", "rollout/entropy", "rollout/length", "reward/std", "eval/few/length"):
+        assert Drawn(text, key).lines(BLUE) == [near(logged(folder, key))], key
+    both = Drawn(text, "rollout/tokens train/tokens")
+    for colour, key in ((BLUE, "rollout/tokens"), (ORANGE, "train/tokens")):
+        assert both.lines(colour) == [near(logged(folder, key))]
+    score = Drawn(text, "eval/few/accuracy against steps")
+    assert score.lines(BLUE) == [near(logged(folder, "eval/few/accuracy"))] and "fill-opacity: 0.15" in score.svg
+
+    other = write_run(tmp_path / "other", [0.4] * 5, "seed=7", tokens=300, total=8, state=None)
+    text = report.write_report([folder, other], tmp_path / "out").read_text()
+    against = Drawn(text, "eval/few/accuracy against trained tokens")
+    assert against.lines(BLUE) == [near([(100 * step, 0.3) for step in range(5)])]
+    assert [len(line) for line in against.lines(BLUE, 0.6)] == [9, 5] and "fill-opacity" not in against.svg
 
 
 def test_runs_without_a_step_and_before_their_first_evaluation_have_a_page(tmp_path, uncharted):
     folder = write_run(tmp_path / "new", [0.2], total=3, state=None)
-    assert "No step is done yet." in page_of([folder], tmp_path / "out")[0]
+    assert "eval/few/accuracy against steps" in report.write_report([folder], tmp_path / "out").read_text()
     (folder / "metrics.jsonl").unlink()
-    text, tables = page_of([folder], tmp_path / "out")
-    assert "step 0 of 3" in text and ">died<" in text and not tables
+    text = report.write_report([folder], tmp_path / "out").read_text()
+    assert "No step is done yet." in text and "step 0 of 3" in text and ">died<" in text and "<table" not in text
 
 
 def test_what_is_no_run_or_is_given_twice_is_named(tmp_path):
@@ -247,18 +189,6 @@ def test_what_is_no_run_or_is_given_twice_is_named(tmp_path):
         report.write_report([run], tmp_path / "out")
 
 
-def test_markdown_shows_what_was_written(tmp_path, uncharted):
-    """Of a label with bars, tags and marks of its own each is one cell, and no tag is left."""
-    runs = [write_run(tmp_path / str(i), [0.1, 0.9], f"data.system_prompt={text}") for i, text in
-            enumerate(("a|b <b>*c*</b>", "</table>`d` $e$"))]
-    report.write_report(runs, tmp_path / "out")
-    text = (tmp_path / "out" / "report.md").read_text()
-    assert "<b>" not in text and "</table>" not in text
-    rows = [line for line in text.splitlines() if line.startswith("| ")]
-    heads = [len(re.findall(r"(?<!\\)\|", row)) for row in rows]
-    assert len(set(heads[:4])) == 1 and r"a\|b &lt;b>\*c\*&lt;/b>" in text
-
-
 def test_what_was_kept_by_difficulty():
     prompts = [{"right": [1, 0, 0, 0], "completion_weight": [2.0, 0, 1.5, 0]}, {"right": [0, 0, 0, 0]},
                {"right": [1, None, 1, 1], "completion_weight": [0, 0, 1.0, 0]}, {"id": "skipped"}]
@@ -266,34 +196,24 @@ def test_what_was_kept_by_difficulty():
     assert right[:, 2].tolist() == [1, 1] and wrong[:, 2].tolist() == [1, 3]  # a quarter: bin 2 of 10
     assert wrong[:, 0].tolist() == [0, 4] and right[:, 10].tolist() == [1, 3]
     assert right.sum() + wrong.sum() == 1 + 1 + 1 + 3 + 4 + 1 + 3
-    assert kept_weights([{"prompts": prompts}]).tolist() == [2.0, 1.5, 1.0]
-    nearly = [{"right": [1] + [0] * 30}, {"right": [0] + [1] * 30}]  # not of the bins of 0 and 1 alone
-    right, wrong = kept_by_difficulty([{"prompts": nearly}])
-    assert right[1, [0, 1, 9, 10]].tolist() == [0, 1, 30, 0] and wrong[1, [0, 1, 9, 10]].tolist() == [0, 30, 1, 0]
 
 
-def test_a_page_of_a_long_run_stays_small_and_says_what_it_leaves_out(tmp_path):
-    folder = write_run(tmp_path / "run", [0.2] * 301)
-    words = " ".join(f"{a}{b}" for a, b in product("abcdefgh", range(100)))
-    completion = {"text": words, "tokens": 9, "finished": True, "reward": 1.0, "components": {"accuracy": 1.0},
-                  "advantage": 0.5, "kept": True, "prob": 1.0, "weight": 1.0}
-    with (folder / "samples.jsonl").open("w") as file:
-        for step in range(1, 301):
-            line = {"step": step, "id": "x", "prompt": words, "gold": "1", "completions": [completion] * 16}
-            file.write(json.dumps(line) + "\n")
-    for step in (0, 300):
-        answer = {"k": 0, "text": words * 4, "verdict": "right" if step else "wrong"}
-        problem = {"set": "few", "question": words, "gold": "1", "responses": [answer]}
-        lines = [problem | {"id": f"p{i}"} for i in range(900)]
-        (folder / f"eval_{step:06d}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    path = report.write_report([folder], tmp_path / "out")
-    assert path.stat().st_size < 5e6
-    data = json.loads(path.read_text().partition('id="data">')[2].partition("</script>")[0])["runs"][0]
-    steps, every = [step["step"] for step in data["samples"]["steps"]], data["samples"]["every"]
-    assert every > 1 and steps == list(range(300, 0, -every))[::-1]
-    (pair,), left_out = data["held_out"]["pairs"], data["held_out"]["left_out"]
-    assert (pair["from"], pair["to"], pair["better"], left_out) == (0, 300, 900, 0) and 0 < len(pair["rows"]) < 900
-    assert "more characters in the run folder)" in pair["rows"][0]["after"] or pair["rows"][0]["after"] == words * 4
+def test_a_page_of_a_long_run_has_every_kth_step_and_answer_and_says_so(tmp_path):
+    folder = write_run(tmp_path / "run", [0.2] * 31)
+    line = {"id": "x", "prompt": "some words " * 20, "gold": "1", "completions": [{"text": "a", "reward": 1.0}]}
+    rewrite_log(folder / "samples.jsonl", [{"step": step} | line for step in range(1, 31)])
+    for step in (0, 10, 30):
+        answer = {"k": 0, "text": "some words " * 20, "verdict": "right" if step == 30 else "wrong"}
+        problem = {"set": "few", "question": "?", "gold": "1", "responses": [answer]}
+        rewrite_log(folder / f"eval_{step:06d}.jsonl", [problem | {"id": f"p{i}"} for i in range(90)])
+    run = read_run(folder)
+    samples = choose_completions(run, 2000)
+    assert samples["every"] > 1
+    assert [step["step"] for step in samples["steps"]] == [*range(30, 0, -samples["every"])][::-1]
+    held_out = choose_answers(run, 10_000)
+    pairs = held_out.pop("pairs")
+    assert held_out == {"from": 0, "to": 30, "every": held_out["every"], "better": 90, "worse": 0}
+    assert held_out["every"] > 1 and len(pairs) == -(-90 // held_out["every"]) and len(json.dumps(pairs)) < 12_000
 
 
 def test_a_watch_that_is_stopped_leaves_a_page_that_waits_for_nothing(tmp_path, monkeypatch, uncharted):

@@ -1,16 +1,16 @@
-"""Send the metrics and texts of a run to the trackers that `log.to` names."""
+"""Send the metrics of a run to the trackers that `log.to` names."""
 
 import json
 import secrets
+from hashlib import sha256
 from importlib import import_module
-from itertools import groupby
 from pathlib import Path
 
 from config import Config, ConfigError
 from infra.choices import Choice
 from infra.lines import blame_file, read_log, write_json
 from infra.runfolder import RunLog
-from leaves.trackers.trackers import SINKS, Trackers
+from leaves.trackers.trackers import SINKS, Tracker
 
 
 def decide(cfg: Config, choice: Choice) -> Choice:
@@ -25,25 +25,19 @@ def decide(cfg: Config, choice: Choice) -> Choice:
 
 
 def watch(cfg: Config, log: RunLog) -> RunLog:
-    """Begin to send. A resumed run sends all of its metrics and texts again: the last ones may not have
-    arrived."""
-    if cfg.log.to:
-        tracker = Trackers(cfg, log.folder, name_run(log.folder))
+    """Begin to send. A resumed run sends all of its metrics again: the last ones may not have arrived."""
+    for name in dict.fromkeys(cfg.log.to or ()):
+        tracker = Tracker(name, cfg, log.folder, name_run(log.folder))
         for line in read_log(log.folder / "metrics.jsonl"):
             tracker.log(line)
-        for step, lines in groupby(read_log(log.folder / "samples.jsonl"), lambda line: line["step"]):
-            tracker.samples(step, list(lines))
         log.watchers.append(tracker)
     return log
 
 
 def name_run(folder: Path) -> str:
-    """Return the run's name on every tracker, which changes only in a copy of its folder (env.json)."""
-    path, home = folder / "env.json", str(folder.resolve())
+    """Return the run's name on every tracker; a copy of its folder, or one that was moved, has another."""
+    path = folder / "env.json"
     with blame_file(path):
-        ran_on = {"tracked": None, "folder": home} | json.loads(path.read_text())
-        if ran_on["tracked"] is None or ran_on["folder"] != home and Path(ran_on["folder"]).exists():
-            ran_on |= {"tracked": secrets.token_hex(4)}
-        ran_on["folder"] = home
+        ran_on = {"tracked": secrets.token_hex(4)} | json.loads(path.read_text())
     write_json(path, ran_on)
-    return ran_on["tracked"]
+    return sha256(f"{ran_on['tracked']} {folder.resolve()}".encode()).hexdigest()[:8]

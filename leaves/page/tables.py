@@ -1,0 +1,125 @@
+"""Tables that compare runs: a score at equal cost, the cost of a score, the cost of a run.
+
+Methods differ in cost, so scores are read at the budget of steps, tokens or seconds that every finished run
+has reached, between two evaluations on a straight line. That takes three evaluations of each run within the
+budget, the one at the start apart. From three runs of a row on a mean has its 95% interval by Student's t.
+"-" is a figure that one of the runs does not have.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from leaves.page.runs import ABSENT, COSTS, Groups, LoggedRun, differing_settings, format_value
+from leaves.page.summary import phase_seconds, scores_of
+from settings.loader import ConfigError
+from verify.statistics import half_width
+
+LEAST_RUNS = 3         # an interval needs so many runs
+LEAST_EVALUATIONS = 3  # and a score at a budget so many evaluations within it
+Table = list[list[str]]  # rows of cells, the head first
+Columns = dict[str, Callable[[LoggedRun], float]]  # head -> figure of a run; nan: it has none
+
+
+def make_tables(groups: Groups, level: float | None) -> dict[str, Table]:
+    """Tabulate the settings that differ and, of finished runs, scores and costs.
+
+    If there is a level, so is the cost to reach it: an accuracy in percent, or a reward where no set has an
+    accuracy.
+    """
+    tables = {"What differs": settings_table(groups)} if len(groups) > 1 else {}
+    finished = keep_runs(groups, lambda run: run.finished)
+    scores = scores_of([line for group in finished.values() for run in group for line in run.evals])
+    for score in scores:
+        evaluated = keep_runs(finished, lambda run, score=score: len(run.series(score)[0]) > 0)
+        tables[f"{score}, at the budget that every run reached"] = score_table(evaluated, score)
+        if level is not None and score.endswith("accuracy") == scores[0].endswith("accuracy"):
+            if score.endswith("accuracy") and not 0 < level <= 100:
+                raise ConfigError(f"--level {level:g} must be above 0 and at most 100, a percentage")
+            goal = level / 100 if score.endswith("accuracy") else level
+            tables[f"{score}: cost until an evaluation at {format_score(goal, score)}"] = tabulate(
+                evaluated, {kind: partial(cost_until, score, kind, goal) for kind in COSTS})
+    return tables | ({"Cost of a whole run": cost_table(finished)} if finished else {})
+
+
+def keep_runs(groups: Groups, fits: Callable[[LoggedRun], bool]) -> Groups:
+    """Keep the runs that fit, and the rows that still have a run."""
+    kept = {label: [run for run in group if fits(run)] for label, group in groups.items()}
+    return {label: group for label, group in kept.items() if group}
+
+
+def tabulate(groups: Groups, columns: Columns, score: str = "") -> Table:
+    """Tabulate means over the runs of a row; of a score they are written as such."""
+    rows = [[label, str(len(group)), *(format_mean([read(run) for run in group], score)
+                                       for read in columns.values())] for label, group in groups.items()]
+    return [["run", "runs", *columns], *rows]
+
+
+def settings_table(groups: Groups) -> Table:
+    """Tabulate the settings that differ between rows."""
+    keys, rows = differing_settings(list(groups.values())), []
+    for label, group in groups.items():
+        own, seeds = group[0].settings, ", ".join(str(run.settings.get("seed", 0)) for run in group)
+        rows.append([label, seeds, *(format_value(own.get(key, ABSENT)) for key in keys)])
+    return [["run", "seeds", *keys], *rows]
+
+
+def score_table(groups: Groups, score: str) -> Table:
+    """Tabulate a score before, at the budget that every run reached, and at the end."""
+    columns: Columns = {"before": lambda run: run.series(score)[1][0]}
+    for kind in COSTS:
+        budget = min(run.series(score, kind=kind)[0][-1] for group in groups.values() for run in group)
+        columns[f"{format_amount(budget)} {kind}"] = partial(value_within, score, kind, budget)
+    return tabulate(groups, columns | {"at its end": lambda run: run.series(score)[1][-1]}, score)
+
+
+def cost_table(groups: Groups) -> Table:
+    """Tabulate steps, tokens, and seconds by phase, of a whole run."""
+    phases = phase_seconds([line for group in groups.values() for run in group for line in run.lines])
+    return tabulate(groups, {
+        **{kind: lambda run, kind=kind: run.spent(kind, run.steps_done) for kind in list(COSTS)[:3]},
+        **{f"{phase} s": lambda run, phase=phase: phase_seconds(run.lines)[phase] for phase in phases}})
+
+
+def value_within(score: str, kind: str, budget: float, run: LoggedRun) -> float:
+    """Read a score at a budget; nan if too few evaluations lie within it."""
+    spent_E, value_E = run.series(score, kind=kind)
+    enough = ((spent_E > spent_E[0]) & (spent_E <= budget)).sum() >= LEAST_EVALUATIONS
+    return np.interp(budget, spent_E, value_E) if enough else np.nan
+
+
+def cost_until(score: str, kind: str, level: float, run: LoggedRun) -> float:
+    """Add up what was spent until the first evaluation at a level; nan if there is none."""
+    spent_E, value_E = run.series(score, kind=kind)
+    return min(spent_E[value_E >= level], default=np.nan)
+
+
+# ---- cells
+
+def format_amount(value: float) -> str:
+    """Write a number in few characters: 9.8, 126.1k, 1.3M, 2.5e-05."""
+    for unit, letter in ((1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit:
+            return f"{value / unit:.4g}{letter}"
+    return f"{value:.4g}"
+
+
+def format_score(value: float, score: str) -> str:
+    return f"{value:.1%}" if score.endswith("accuracy") else f"{value:.3f}"
+
+
+def mean_interval(value_R: np.ndarray, score: str = "") -> tuple[np.ndarray, ...]:
+    """Compute the mean over runs and, from LEAST_RUNS on, the ends of its interval, where possible."""
+    middle = value_R.mean(axis=0)
+    if len(value_R) < LEAST_RUNS:
+        return (middle,)
+    half, bounds = half_width(value_R), (0, 1) if score.endswith("accuracy") else (-np.inf, np.inf)
+    return middle, np.clip(middle - half, *bounds), np.clip(middle + half, *bounds)
+
+
+def format_mean(values: list[float], score: str = "") -> str:
+    """Write the mean over runs of a score or a cost with its interval."""
+    middle, *ends = (format_score(x, score) if score else format_amount(x)
+                     for x in mean_interval(np.array(values), score))
+    return "-" if "nan" in middle else f"{middle} [{', '.join(ends)}]" if ends else middle
