@@ -161,11 +161,6 @@ def mutate_folder(folder: Path, rng: random.Random) -> None:
             rng.choice([path.mkdir, lambda: path.symlink_to(rng.choice([path.name, "nowhere", "/"]))])()
 
 
-def mutate_logs(path: Path, rng: random.Random) -> None:
-    """Change one of the files beside the checkpoints."""
-    mutate_file(rng.choice(sorted(p for p in path.iterdir() if p.is_file() and p.suffix)), rng)
-
-
 # ---- targets
 
 def run(program: Callable[[], int], *arguments: object) -> int:
@@ -190,10 +185,6 @@ def use_rows(path: Path, rng: random.Random) -> int:
     return exit_status(load)
 
 
-def use_model(path: Path, rng: random.Random) -> int:
-    return run(eval.main, "--model", path, "--data", path.parent / "few.jsonl", "--set", "eval.max_new_tokens=4")
-
-
 def use_run(path: Path, rng: random.Random) -> int:
     status = run(train.main, "--config", path.parent / "run.yaml", "--resume", "--set", f"out={path}")
     same = status or (path / "hf" / "model.safetensors").read_bytes() == (path.parent / "expected").read_bytes()
@@ -201,27 +192,19 @@ def use_run(path: Path, rng: random.Random) -> int:
     return status
 
 
-def use_logs(path: Path, rng: random.Random) -> int:
-    return use_run(path, rng) if rng.random() < 0.3 else run(report.main, path)
-
-
-def use_result(path: Path, rng: random.Random) -> int:
-    return run(eval.main, *rng.choice([["--rescore", path], ["--compare", path, path.parent / "result.json"]]))
-
-
-def use_cases(path: Path, rng: random.Random) -> int:
-    return run(reward.main, "--cases", path)
-
-
 # name -> share of the mutants in percent, what is copied and changed, how it is changed, and the program that reads it
 TARGETS = {
     "config": (52, "configs", mutate_file, use_config),
     "rows": (17, "rows.jsonl", mutate_file, use_rows),
-    "model": (15, "tiny", mutate_folder, use_model),
+    "model": (15, "tiny", mutate_folder, lambda path, rng: run(
+        eval.main, "--model", path, "--data", path.parent / "few.jsonl", "--set", "eval.max_new_tokens=4")),
     "checkpoint": (2, "run", lambda path, rng: mutate_folder(path / "checkpoints", rng), use_run),
-    "logs": (2, "run", mutate_logs, use_logs),
-    "result": (8, "result.json", mutate_file, use_result),
-    "cases": (4, "cases.jsonl", mutate_file, use_cases)}
+    "logs": (2, "run",  # one of the files beside the checkpoints
+             lambda path, rng: mutate_file(rng.choice(sorted(p for p in path.glob("*.*") if p.is_file())), rng),
+             lambda path, rng: use_run(path, rng) if rng.random() < 0.3 else run(report.main, path)),
+    "result": (8, "result.json", mutate_file, lambda path, rng: run(
+        eval.main, *rng.choice([["--rescore", path], ["--compare", path, path.parent / "result.json"]]))),
+    "cases": (4, "cases.jsonl", mutate_file, lambda path, rng: run(reward.main, "--cases", path))}
 
 
 def head(source: Path, path: Path, count: int) -> None:
