@@ -29,8 +29,8 @@ from advantage import advantage
 from collect import Sampler, Selection, choose
 from learner import Learner
 from leaves.drafts.join import DraftDecoding, DraftHistory, Offered
-from leaves.preflight.checks import pack_in_order
 from metrics import Clock
+from pack import Minibatch
 from records import Group, PromptDraw, Rolled
 from rollout import Decoding
 from update import update
@@ -38,8 +38,8 @@ from update import update
 
 def accepted_by_ratio(learner: Learner, drafts: list[Group]) -> float:
     """Count the tokens of drafts that would be accepted, and one more each, in the mean over their draws."""
-    total = 0.0
-    for row in pack_in_order(drafts, learner, learner.pack.capacity):
+    total, ones_NG = 0.0, torch.ones(len(drafts), len(drafts[0].samples), dtype=torch.float64)
+    for row in learner.rows(Minibatch(drafts, ones_NG.bool(), ones_NG, ones_NG, ones_NG)):
         with torch.no_grad():
             logp_C = learner.log_probs(learner.policy, row)
         gap_C = (logp_C.double() - row.sampled_logp_C).clamp(max=0)
