@@ -183,8 +183,13 @@ def read_result(path: Path) -> dict:
         if not isinstance(result, dict) or "sets" not in (result.get("head") or ()):
             raise ConfigError(f"{path} is not a result of eval.py --out; {DAMAGED}")
         for name, summary in result["results"].items():
-            found, count = len(summary["problems"]), result["head"]["sets"].get(name, {}).get("count")
-            if found != count:
-                raise ConfigError(f"{path}: {name} has {found} problems and its head {SHORT.repr(count)}; "
-                                  f"{DAMAGED}")
+            problems, count = summary["problems"], result["head"]["sets"].get(name, {}).get("count")
+            if len(problems) != count:
+                raise ConfigError(f"{path}: {name} has {len(problems)} problems and its head "
+                                  f"{SHORT.repr(count)}; {DAMAGED}")
+            alike = {(len(p["responses"]), "verdict" in r, "reward" in r, type(r["text"]), type(p["gold"]))
+                     for p in problems for r in p["responses"] or [{"text": ""}]}
+            if len(alike) != 1:
+                raise ConfigError(f"{path}: all problems of {name} must have as many responses, judged "
+                                  f"alike, and texts; {DAMAGED}")
     return result
