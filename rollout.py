@@ -1,16 +1,15 @@
 """Rollout engines: prompts in, completions out, each with the engine's own log-probs.
 
 `TorchEngine` is embedded: our own decoder with a KV cache, on the CPU or on CUDA. `VLLMEngine`
-(rollout_vllm.py) is vLLM inside the trainer's process. Both have the three methods of `Engine`, and want a
-sync before they generate.
+(rollout_vllm.py) is vLLM inside the trainer's process. Both want a sync before they generate.
 
 Dimension key:  N samples asked for,  S slots (sequences decoded at once),  P prompts held,  V vocabulary,
 T prompt tokens,  M new tokens at most.
 """
 
 from collections import Counter
-from time import perf_counter
-from typing import Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,32 +18,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from infra import dist
-from model import BACKENDS, Decoder, at_least_float32, empty_model
-from records import EngineSpec, Request, Sample, Segments, Stops, frozen
+from model import BACKENDS, Attend, Decoder, at_least_float32, empty_model
+from records import EngineSpec, Request, Sample, Segments
 
 Ids = tuple[int, ...]      # the tokens of a prompt or a draft
+Engine = Any           # it has `eos_ids`, `sync`, `generate` and `sleep`, as TorchEngine has them
 PREFILL_TOKENS = 4096  # prompt tokens, padded, that TorchEngine computes at once
-
-
-class Engine(Protocol):
-    """The methods that the trainer calls."""
-
-    eos_ids: frozenset[int]
-
-    def sync(self, policy: Decoder) -> None:
-        """Take over the policy's weights."""
-
-    def generate(
-        self,
-        requests: list[Request],
-        temperature: float,
-        top_p: float = 1.0,
-        progress: str | None = None,
-    ) -> list[Sample]:
-        """Sample the new tokens of each request, as TorchEngine.generate says."""
-
-    def sleep(self) -> None:
-        """Give up the weights until the next sync."""
 
 
 def tokens_before(request: Request) -> Ids:
@@ -76,8 +55,7 @@ def sample_tokens(
         point_S1 = uniform_S[:, None] * cumulative_SV[:, -1:]
         token_S1 = torch.searchsorted(cumulative_SV, point_S1, right=True)
         token_S1.clamp_(max=logits_SV.shape[1] - 1)
-    logp_S1 = logp_SV.gather(1, token_S1)
-    return token_S1[:, 0], logp_S1[:, 0]
+    return token_S1[:, 0], logp_SV.gather(1, token_S1)[:, 0]
 
 
 def keep_nucleus(prob_SV: Tensor, top_p: float) -> Tensor:
@@ -85,21 +63,7 @@ def keep_nucleus(prob_SV: Tensor, top_p: float) -> Tensor:
     sorted_SV, place_SV = prob_SV.sort(dim=-1, descending=True, stable=True)
     before_SV = sorted_SV.cumsum(dim=-1) - sorted_SV
     sorted_SV[before_SV >= top_p] = 0
-    kept_SV = torch.zeros_like(prob_SV)
-    return kept_SV.scatter_(1, place_SV, sorted_SV)
-
-
-@frozen
-class Asked:
-    """A prompt to compute, and the row of the cache that it gets."""
-
-    number: int
-    row: int
-    ids: Ids
-
-    @property
-    def size(self) -> int:
-        return len(self.ids)
+    return sorted_SV.scatter(1, place_SV, sorted_SV)
 
 
 class Cache:
@@ -121,6 +85,7 @@ class Cache:
         shape = model.shape
         weight = model.embed_tokens.weight
         self.device = weight.device
+        self.arange = partial(torch.arange, device=weight.device)
         self.prompts = prompts
         self.heads = shape.kv_heads
         self.held: list[int] = []  # the prompt of each row
@@ -144,43 +109,50 @@ class Cache:
             self.held += [-1] * added
             for layer, pair in enumerate(self.of_prompts):
                 self.of_prompts[layer] = F.pad(pair, (0, 0, 0, 0, 0, 0, 0, added))
-        placed = []
         for number, row in zip(new, rows, strict=False):
             self.held[row] = number
-            asked = self.ask(number, row)
-            if asked.size > 1:
-                placed.append(asked)
-        for run in group_by_size(placed):
-            self.prefill(run)
-        row_of = {number: row for row, number in enumerate(self.held)}
-        row_S = [row_of.get(number, 0) for number in prompt_S]
+        self.row_of = {number: row for row, number in enumerate(self.held)}
+        sizes = {number: size for number in new if (size := self.size(number)) > 1}
+        for together in group_by_size(sizes):
+            self.prefill(together)
+        row_S = [self.row_of.get(number, 0) for number in prompt_S]
         self.arrange(torch.tensor(row_S, device=self.device))
 
-    def ask(self, number: int, row: int) -> Asked:
-        """Return the prompt of this number, to be computed into this row."""
-        return Asked(number, row, self.prompts[number])
+    def size(self, number: int) -> int:
+        """Count the tokens of a prompt; nothing is computed for one."""
+        return len(self.prompts[number])
 
-    def prefill(self, placed: list[Asked]) -> None:
+    def prefill(self, numbers: list[int]) -> None:
         """Compute prompts together, each into its row."""
-        ids, positions, rows = [], [], []
-        lengths = [len(asked.ids) - 1 for asked in placed]
-        for asked, length in zip(placed, lengths, strict=True):
-            ids += asked.ids[:length]
-            positions += range(length)
-            rows += [asked.row] * length
+        ids, positions, rows, lengths = [], [], [], []
+        for number in numbers:
+            read = self.prompts[number][:-1]
+            ids += read
+            positions += range(len(read))
+            rows += [self.row_of[number]] * len(read)
+            lengths.append(len(read))
+        within = BACKENDS[self.attention](Segments.of(lengths, lengths, self.arange(len(ids))))
+        last = self.model.shape.layers - 1
+
+        def attend(layer, *given):  # of the last layer only keys and values are needed
+            return None if layer == last else within(layer, *given)
+
+        self.compute(ids, positions, rows, attend)
+
+    def compute(self, ids: list[int], positions: list[int], rows: list[int], attend: Attend) -> Tensor:
+        """Compute tokens together, those with a row (none: -1) into it. Returns their final hidden states."""
         ids_T, position_T, row_T = (
             torch.tensor(x, dtype=torch.long, device=self.device) for x in (ids, positions, rows))
-        within = BACKENDS[self.attention](Segments.plain(lengths, self.device))
+        place_P = (row_T >= 0).nonzero()[:, 0]
+        row_P, position_P = row_T[place_P], position_T[place_P]
 
-        def attend(layer, q, k, v, window):
+        def keep(layer, q, k, v, window):
             pair = self.of_prompts[layer]
-            pair[0, row_T, :, position_T] = k
-            pair[1, row_T, :, position_T] = v
-            if layer == self.model.shape.layers - 1:
-                return None  # only keys and values are needed
-            return within(layer, q, k, v, window)
+            pair[0, row_P, :, position_P] = k[place_P]
+            pair[1, row_P, :, position_P] = v[place_P]
+            return attend(layer, q, k, v, window)
 
-        self.model.hidden(ids_T, position_T, attend)
+        return self.model.hidden(ids_T, position_T, keep)
 
     def arrange(self, row_S: Tensor) -> None:
         """Lay out the queries by the rows of their prompts: one place in each row before the first row that
@@ -194,19 +166,17 @@ class Cache:
         by_row_S = row_S.argsort(stable=True)
         first_P = count_P.cumsum(0) - count_P  # in that order
         rank_S = torch.empty_like(row_S)       # among the slots of the same prompt
-        rank_S[by_row_S] = torch.arange(len(row_S), device=self.device) - first_P[row_S[by_row_S]]
-        shared_P = (count_P > 1).int()
-        first_shared = int(shared_P.argmax())
-        row_P = torch.arange(len(lengths), device=self.device)
+        rank_S[by_row_S] = self.arange(len(row_S)) - first_P[row_S[by_row_S]]
+        first_shared = int((count_P > 1).int().argmax())
+        row_P = self.arange(len(lengths))
         width_P = torch.where(row_P < first_shared, 1, count_P.max())
         start_P = width_P.cumsum(0) - width_P
-        head_H = torch.arange(self.heads, device=self.device)
+        head_H = self.arange(self.heads)
         first_S = self.heads * start_P[row_S] + rank_S
         place_SH = first_S[:, None] + head_H * width_P[row_S, None]
         self.place = place_SH.flatten()
-        places = int(width_P.sum()) * self.heads
-        self.slot = row_S.new_zeros(places)  # 0 without a slot
-        self.slot[self.place] = torch.arange(len(self.place), device=self.device)
+        self.slot = row_S.new_zeros(int(width_P.sum()) * self.heads)  # 0 without a slot
+        self.slot[self.place] = self.arange(len(self.place))
         self.cut = first_shared * self.heads
         self.alone = torch.equal(row_S, row_P)  # one slot a row, in order
 
@@ -214,23 +184,19 @@ class Cache:
         """Multiply the tensor of each slot by the cached tensor of its prompt."""
         if self.alone:
             return torch.bmm(x, cache)
-        queries = x.index_select(0, self.slot)
-        lefts = queries.tensor_split([self.cut])
-        rights = cache.tensor_split([self.cut])
         products = []
-        for left, right in zip(lefts, rights, strict=True):
+        lefts = x.index_select(0, self.slot).tensor_split([self.cut])
+        for left, right in zip(lefts, cache.tensor_split([self.cut]), strict=True):
             if len(left):
-                by_row = left.view(len(right), -1, x.shape[-1])
-                out = torch.bmm(by_row, right)
+                out = torch.bmm(left.view(len(right), -1, x.shape[-1]), right)
                 products.append(out.view(len(left), x.shape[1], -1))
-        product = torch.cat(products)
-        return product.index_select(0, self.place)
+        return torch.cat(products).index_select(0, self.place)
 
     def decode(self, token_S: Tensor, used_S: Tensor) -> Tensor:
         """Append one token to every slot, behind used_S others; return the logits [S, V] of the next."""
         longest = self.longest
         own = int(used_S.max()) + 1
-        column = torch.arange(max(longest, own), device=self.device)
+        column = self.arange(max(longest, own))
         position_S = self.length_S + used_S
         # How far a key is behind the new token; -1: it is none.
         of_prompt = position_S[:, None] - column[:longest]
@@ -242,7 +208,7 @@ class Cache:
             seen = (back >= 0) & (back < (window or torch.inf))
             bias = torch.where(seen, 0.0, -torch.inf)
             bias_of[window] = bias.repeat_interleave(self.heads, 0)[:, None]
-        slot_S = torch.arange(len(token_S), device=self.device)
+        slot_S = self.arange(len(token_S))
 
         def attend(layer, q, k, v, window):
             pair = self.of_slots[layer]
@@ -287,15 +253,13 @@ class Decoding:
         longest = max(limits)
         slots = min(engine.slots, count)
         self.stops = engine.stops
-        self.temperature = temperature
-        self.top_p = top_p
-        self.prompts = [tokens_before(request) for request in requests]
+        self.sampling = temperature, top_p
         self.seeds = [request.seed for request in requests]
         self.count = count
-        different = list(dict.fromkeys(self.prompts))
-        number_of = {prompt: i for i, prompt in enumerate(different)}
-        self.cache = self.make_cache(engine.model, engine.attention, slots, different, longest)
-        self.prompt_N = [*(number_of[prompt] for prompt in self.prompts), -1]
+        prompts = [tokens_before(request) for request in requests]
+        number_of = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+        self.cache = self.make_cache(engine.model, engine.attention, slots, [*number_of], longest)
+        self.prompt_N = [*map(number_of.get, prompts), -1]
         with torch.device(engine.device):
             self.eos = torch.tensor(sorted(engine.eos_ids))
             self.owner_S = torch.full((slots,), count)  # `count`: the slot is idle
@@ -318,7 +282,7 @@ class Decoding:
         owners = self.owner_S.tolist()
         prompt_S = [self.prompt_N[i] for i in owners]
         self.cache.admit(prompt_S)
-        last_tokens = [self.prompts[i][-1] for i in samples]
+        last_tokens = [self.cache.prompts[self.prompt_N[i]][-1] for i in samples]
         self.token_S[slots] = torch.tensor(last_tokens, device=device)
         longest = self.uniform_SM.shape[1]
         rows = [draw_uniforms(self.seeds[i], longest) for i in samples]
@@ -340,19 +304,19 @@ class Decoding:
         logits_SV = self.cache.decode(self.token_S, self.step_S)
         self.take(slice(None), logits_SV)
 
-    def take(self, slots: Tensor | slice, logits_KV: Tensor) -> None:
+    def take(self, slots: list[int] | slice, logits_KV: Tensor) -> None:
         """Sample the next token of K slots; a slot becomes idle when its sample ends."""
         owner_K = self.owner_S[slots]
         step_K = self.step_S[slots]
         uniform_K1 = self.uniform_SM[slots].gather(1, step_K[:, None])
-        token_K, logp_K = sample_tokens(logits_KV, uniform_K1[:, 0], self.temperature, self.top_p)
+        token_K, logp_K = sample_tokens(logits_KV, uniform_K1[:, 0], *self.sampling)
         self.token_S[slots] = token_K
         self.ids_NM[owner_K, step_K] = token_K
         self.logp_NM[owner_K, step_K] = logp_K.double()
         made_K = step_K + 1
         ended_K = torch.isin(token_K, self.eos)
         if self.stops:
-            ended_K |= self.mark_stopped(self.stops, owner_K, made_K)
+            ended_K |= self.mark_stopped(owner_K, made_K)
         self.made_N[owner_K] = made_K
         self.ended_N[owner_K] = ended_K
         over_K = ended_K | (made_K == self.limit_N[owner_K])
@@ -361,22 +325,20 @@ class Decoding:
         # Idle slots stay at their first token: their place in the cache must not run over.
         self.step_S[slots] = made_K * (owner_K < self.count)
 
-    def mark_stopped(self, stops: Stops, owner_K: Tensor, made_K: Tensor) -> Tensor:
+    def mark_stopped(self, owner_K: Tensor, made_K: Tensor) -> Tensor:
         """Mark the samples with a newest token that completes a stop text."""
-        back_T = torch.arange(-stops.tokens, 0, device=made_K.device)
+        back_T = torch.arange(-self.stops.tokens, 0, device=made_K.device)
         place_KT = (made_K[:, None] + back_T).clamp(min=0)
         recent_KT = self.ids_NM[owner_K[:, None], place_KT]
         made = made_K.tolist()
         tails = [ids[-count:] for ids, count in zip(recent_KT.tolist(), made, strict=True)]
-        reached = stops.reached(tails)
-        return torch.tensor(reached, device=made_K.device)
+        return torch.tensor(self.stops.reached(tails), device=made_K.device)
 
     def samples(self) -> list[Sample]:
         """Return all samples, in the order that they were asked for."""
         columns = self.made_N, self.ids_NM, self.logp_NM, self.ended_N
         rows = zip(*(column[:-1].tolist() for column in columns), strict=True)
-        return [Sample(ids[:made], logp[:made], ended)
-                for made, ids, logp, ended in rows]
+        return [Sample(ids[:made], logp[:made], ended) for made, ids, logp, ended in rows]
 
 
 class TorchEngine:
@@ -422,8 +384,8 @@ class TorchEngine:
         """Sample the new tokens of each request, in order. A finished slot takes the next request at once.
 
         Several completions of a prompt have a seed each. top_p below 1 is for evaluation: the log-probs are
-        taken before it. `progress` names a bar of samples done and tokens per second; without a name there
-        is none. Raises RuntimeError before the first `sync` and after `sleep`.
+        taken before it. `progress` names a bar of samples done; without a name there is none. Raises
+        RuntimeError before the first `sync` and after `sleep`.
         """
         if self.model.norm.weight.is_meta:
             raise RuntimeError("the engine has no weights; sync it first")
@@ -431,8 +393,7 @@ class TorchEngine:
             return []
         count = len(requests)
         state = self.decoding(self, requests, temperature, top_p)
-        started = tokens = 0
-        start = perf_counter()
+        started = 0
         hidden = True if progress is None else None  # None: tqdm looks for a terminal
         with tqdm(desc=progress, total=count, unit="sample", leave=False, disable=hidden) as bar:
             while True:
@@ -443,27 +404,23 @@ class TorchEngine:
                 slots = idle[:count - started]
                 if slots:
                     samples = range(started, started + len(slots))
-                    ahead = state.admit(slots, samples)
                     started += len(slots)
-                    if ahead:
+                    if state.admit(slots, samples):
                         continue
                 elif not busy:
                     return state.samples()
                 elif len(idle) * 4 > len(state.owner_S):
                     state.shrink()
-                tokens += busy + len(slots)
                 state.step()
-                rate = tokens / (perf_counter() - start)
-                bar.set_postfix_str(f"{rate:,.0f} tok/s", refresh=False)
 
 
-def group_by_size(placed: list[Asked]) -> list[list[Asked]]:
+def group_by_size(sizes: dict[int, int]) -> list[list[int]]:
     """Cut prompts, the smallest first, into runs of at most PREFILL_TOKENS when padded, or of one."""
     runs = []
-    for asked in sorted(placed, key=lambda asked: asked.size):
-        if not runs or asked.size * (len(runs[-1]) + 1) > PREFILL_TOKENS:
+    for number in sorted(sizes, key=sizes.get):
+        if not runs or sizes[number] * (len(runs[-1]) + 1) > PREFILL_TOKENS:
             runs.append([])
-        runs[-1].append(asked)
+        runs[-1].append(number)
     return runs
 
 

@@ -28,7 +28,7 @@ import train
 from advantage import advantage
 from collect import Sampler, Selection, choose
 from learner import Learner
-from leaves.drafts.join import DraftDecoding, DraftHistory, Offered
+from leaves.drafts.join import DraftDecoding, DraftHistory
 from metrics import Clock
 from pack import Minibatch
 from records import Group, PromptDraw, Rolled
@@ -70,15 +70,15 @@ def run(steps: int, slots: int) -> list[dict]:
     """Train, and measure every step in which all prompts have drafts."""
     cfg = config.load(RECIPE, [f"steps={steps}", f"rollout.slots={slots}", "data.eval=null"])
     learner, sampler, plain = prepare(cfg, train.load_task(cfg))
-    offered: Offered = {}
-    history, with_drafts = DraftHistory(plain, offered), partial(DraftDecoding, offered)
+    history = DraftHistory(plain)
+    with_drafts = partial(DraftDecoding, history.drafts)
     newest: dict[str, Group] = {}
     lines = []
     for step in range(steps):
         sampler.engine.sync(learner.policy)
         draws = history.draw(cfg.rollout.prompts_per_step)
         groups, measured = sample_twice(sampler, draws, with_drafts, drafts_first=step % 2 == 0)
-        if all(offered.values()):
+        if all(draw.prompt.ids in history.drafts for draw in draws):
             by_ratio = accepted_by_ratio(learner, [newest[draw.prompt.id] for draw in draws])
             measured["by ratio"] = min(1.0, by_ratio / measured["tokens"])
             lines.append({"epoch": 1 + draws[-1].epoch} | measured)

@@ -111,9 +111,9 @@ def test_a_prompt_is_computed_and_kept_once_however_its_slots_are_refilled(tiny,
     """Room is that of the prompts that are answered at a time, and of what every slot may sample."""
     computed, answered, kept, prefill, decode = [], [], [], rollout.Cache.prefill, rollout.Cache.decode
 
-    def note_prefill(self, placed):
-        computed.extend(asked.ids for asked in placed)
-        prefill(self, placed)
+    def note_prefill(self, numbers):
+        computed.extend(self.prompts[number] for number in numbers)
+        prefill(self, numbers)
 
     def note_bytes(self, *given):
         answered.append(len(self.row_S.unique()))

@@ -11,8 +11,7 @@ and all probabilities of the older policy are needed.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, chain, pairwise
-from os.path import commonprefix
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,11 +19,10 @@ from torch import Tensor
 
 from history import PromptHistory
 from model import BACKENDS
-from records import Batch, Metrics, PromptDraw, Request, Rolled, Sample, Segments, frozen
-from rollout import Asked, Cache, Decoding, Ids, TorchEngine
+from records import Batch, Metrics, Rolled, Sample, Segments, frozen
+from rollout import Cache, Decoding, Ids
 
-Drafts = tuple[Ids, ...]
-Offered = dict[Ids, Drafts]   # the drafts of prompts, by their tokens
+Drafts = Sequence[Sequence[int]]
 Paths = dict[int, list[int]]  # slot -> places of its tokens in a Tree
 
 
@@ -32,9 +30,9 @@ def parts(cfg: Any, run: Any) -> Any:
     """Give a run a history that keeps drafts, and its engine a decoding that follows them."""
     if not cfg.rollout.drafts:
         return run
-    offered: Offered = {}
-    run.engine.decoding = partial(DraftDecoding, offered)
-    return replace(run, history=DraftHistory(run.history, offered), measures=(*run.measures, share_drafted))
+    history = DraftHistory(run.history)
+    run.engine.decoding = partial(DraftDecoding, history.drafts)
+    return replace(run, history=history, measures=(*run.measures, share_drafted))
 
 
 def share_drafted(rolled: Rolled, batch: Batch) -> Metrics:
@@ -54,170 +52,128 @@ class DraftedSample(Sample):
 class DraftHistory(PromptHistory):
     """The history of prompts, and the tokens of each prompt's newest completions."""
 
-    def __init__(self, history: PromptHistory, offered: Offered):
+    def __init__(self, history: PromptHistory):
         super().__init__(history.prompts, history.pruning, history.seed, history.middle)
-        self.offered = offered  # to the engine, for the prompts that are being rolled out
-        self.drafts: dict[int, tuple[Sequence[int], ...]] = {}
-
-    def draw(self, count: int) -> list[PromptDraw]:
-        return self.offer(super().draw(count))
-
-    def recall(self, lines: list[dict]) -> list[PromptDraw]:
-        return self.offer(super().recall(lines))
-
-    def offer(self, draws: list[PromptDraw]) -> list[PromptDraw]:
-        """Offer the drafts of the prompts that are drawn."""
-        for draw in draws:
-            self.offered[draw.prompt.ids] = tuple(map(tuple, self.drafts.get(draw.number, ())))
-        return draws
+        self.drafts: dict[Ids, Drafts] = {}  # by the tokens of prompts
 
     def record(self, rolled: Rolled) -> None:
-        self.offered.clear()
         for draw, group in zip(rolled.kept, rolled.groups, strict=True):
-            self.drafts[draw.number] = tuple(sample.ids for sample in group.samples)
+            self.drafts[draw.prompt.ids] = [sample.ids for sample in group.samples]
         super().record(rolled)
 
     def state(self) -> dict:
         """Return the state with 4 bytes a token of one epoch's completions."""
-        drafts = [*chain.from_iterable(self.drafts.values())]
-        tokens = [*chain.from_iterable(drafts)]
+        own = [(number, ids) for number, prompt in enumerate(self.prompts)
+               for ids in self.drafts.get(prompt.ids, ())]
+        tokens = [*chain.from_iterable(ids for _, ids in own)]
         return super().state() | {
-            "drafted": torch.tensor([number for number, own in self.drafts.items() for _ in own]),
-            "lengths": torch.tensor([len(ids) for ids in drafts]),
+            "drafted": torch.tensor([number for number, _ in own]),
+            "lengths": torch.tensor([len(ids) for _, ids in own]),
             "drafts": torch.tensor(tokens, dtype=torch.int32),
         }
 
     def restore(self, state: dict) -> None:
         super().restore(state)
-        self.drafts = {}
-        ends = accumulate(state["lengths"].tolist(), initial=0)
-        for number, (start, end) in zip(state["drafted"].tolist(), pairwise(ends), strict=True):
-            ids = state["drafts"][start:end].tolist()
-            self.drafts[number] = (*self.drafts.get(number, ()), ids)
-
-
-@frozen
-class Drafted(Asked):
-    """A prompt to compute with its drafts."""
-
-    drafts: Drafts
-
-    @property
-    def size(self) -> int:
-        return len(self.ids) + sum(map(len, self.drafts))
+        drafts = state["drafts"].split(state["lengths"].tolist())
+        for number, ids in zip(state["drafted"].tolist(), drafts, strict=True):
+            self.drafts.setdefault(self.prompts[number].ids, []).append(ids.tolist())
 
 
 class Tree:
-    """Drafts of some prompts, computed in one pass. A prefix that several share is computed once."""
+    """Prompts and their drafts, computed in one pass. A prefix that several drafts share is computed once."""
 
     def __init__(self):
         self.child: dict[tuple[int, int], int] = {}  # place of a token, and the next token -> its place
+        self.ids, self.positions, self.rows = [], [], []  # as Cache.compute takes them
+        self.queries, self.keys, self.key = [], [], []    # as Segments has them
         self.pairs: list[Tensor] = []  # of each layer, keys and values: [2, T, key heads, width]
-        self.hidden_TD = torch.empty(0)
 
-    def grow(self, asked: Asked, ids: list[int], positions: list[int]) -> list[tuple[list[int], int]]:
-        """Append a prompt's drafts to a pass that ends with the prompt. Return its branches: the places that
-        each sees, its own last, and how many are its own."""
-        root = len(ids) - 1
-        prompt = [*range(len(ids) - len(asked.ids), root)]
-        branches = []
-        path, before = [root], ()
-        for draft in sorted(asked.drafts):
-            common = len(commonprefix([before, draft]))
-            path = path[:common + 1]
-            new = draft[len(path) - 1:-1]  # nothing is drawn behind a last token
-            for token in new:
-                self.child[path[-1], token] = len(ids)
-                positions.append(positions[root] + len(path))
-                path.append(len(ids))
-                ids.append(token)
-            if new:
-                branches.append((prompt + path, len(new)))
-            before = draft
-        return branches
+    def grow(self, prompt: Ids, row: int, drafts: Drafts) -> int:
+        """Append a prompt, to be kept in a row, and its drafts. Returns the place of its last token, which is
+        read for drafts alone."""
+        start, last = len(self.ids), len(prompt) - 1
+        root = start + last
+        read = prompt if drafts else prompt[:-1]
+        self.ids += read
+        self.positions += range(len(read))
+        self.rows += [row] * last + [-1] * (len(read) - last)
+        self.branch(range(start, len(self.ids)), len(read))
+        for draft in sorted(drafts):
+            path, before = [root], len(self.ids)
+            for token in draft[:-1]:  # nothing is drawn behind a last token
+                place = self.child.setdefault((path[-1], token), len(self.ids))
+                if place == len(self.ids):
+                    self.ids.append(token)
+                    self.positions.append(last + len(path))
+                    self.rows.append(-1)
+                path.append(place)
+            if new := len(self.ids) - before:
+                self.branch([*range(start, root), *path], new)
+        return root
+
+    def branch(self, seen: Sequence[int], new: int) -> None:
+        """Let the last `new` of these places see all before them."""
+        self.queries.append(new)
+        self.keys.append(len(seen))
+        self.key += seen
 
 
 class DraftCache(Cache):
     """A cache that holds trees of drafts beside prompts."""
 
-    def __init__(self, offered: Offered, *given: Any):
+    def __init__(self, drafts: dict[Ids, Drafts], *given: Any):
         super().__init__(*given)
-        self.offered = offered
+        self.drafts = [drafts.get(prompt, ()) for prompt in self.prompts]
         # Of prompts that are held, by number: its drafts, and the place of its last token among them.
         self.trees: dict[int, tuple[Tree, int]] = {}
 
-    def ask(self, number: int, row: int) -> Drafted:
-        return Drafted(number, row, self.prompts[number], self.offered.get(self.prompts[number], ()))
+    def size(self, number: int) -> int:
+        return len(self.prompts[number]) + sum(map(len, self.drafts[number]))
 
     def admit(self, prompt_S: list[int]) -> None:
         super().admit(prompt_S)
         self.trees = {number: tree for number, tree in self.trees.items() if number in self.held}
 
-    def prefill(self, placed: list[Asked]) -> None:
+    def prefill(self, numbers: list[int]) -> None:
         """Compute prompts together, each into its row, and behind each the tree of its drafts."""
-        ids, positions = [], []
-        rows, places = [], []  # of the tokens of prompts
-        queries, keys, key = [], [], []
+        if not any(self.drafts[number] for number in numbers):
+            super().prefill(numbers)
+            return
         tree = Tree()
-        for asked in placed:
-            start, last = len(ids), len(asked.ids) - 1
-            rows += [asked.row] * last
-            places += range(start, start + last)
-            read = last + 1 if asked.drafts else last
-            ids += asked.ids[:read]
-            positions += range(read)
-            branches = [(range(start, len(ids)), read)]
-            if asked.drafts:
-                self.trees[asked.number] = tree, start + last
-                branches += tree.grow(asked, ids, positions)
-            for seen, new in branches:
-                queries.append(new)
-                keys.append(len(seen))
-                key += seen
-        columns = ids, positions, key, rows, places
-        ids_T, position_T, key_K, row_P, place_P = (
-            torch.tensor(x, dtype=torch.long, device=self.device) for x in columns)
-        within = BACKENDS[self.attention](Segments.of(queries, keys, key_K))
-        drafted = any(asked.drafts for asked in placed)
+        for number in numbers:
+            root = tree.grow(self.prompts[number], self.row_of[number], self.drafts[number])
+            if self.drafts[number]:
+                self.trees[number] = tree, root
+        key_K = torch.tensor(tree.key, device=self.device)
+        within = BACKENDS[self.attention](Segments.of(tree.queries, tree.keys, key_K))
 
         def attend(layer, q, k, v, window):
-            pair = self.of_prompts[layer]
-            pair[0, row_P, :, position_T[place_P]] = k[place_P]
-            pair[1, row_P, :, position_T[place_P]] = v[place_P]
-            if drafted:
-                tree.pairs.append(torch.stack([k, v]))
-            elif layer == self.model.shape.layers - 1:
-                return None  # of a prompt alone only keys and values are needed
+            tree.pairs.append(torch.stack([k, v]))
             return within(layer, q, k, v, window)
 
-        tree.hidden_TD = self.model.hidden(ids_T, position_T, attend)
+        tree.hidden_TD = self.compute(tree.ids, tree.positions, tree.rows, attend)
 
     def copy_paths(self, tree: Tree, paths: Paths) -> None:
         """Give slots the keys and values of the tree's tokens that they have followed."""
-        slots, columns, places = [], [], []
-        for slot, path in paths.items():
-            slots += [slot] * len(path)
-            columns += range(len(path))
-            places += path
         for pair, computed in zip(self.of_slots, tree.pairs, strict=True):
-            pair[:, slots, :, columns] = computed[:, places].transpose(0, 1)
+            for slot, path in paths.items():
+                pair[:, slot, :, :len(path)] = computed[:, path].transpose(1, 2)
 
 
 class DraftDecoding(Decoding):
     """Decoding that follows drafts as far as they go."""
 
-    def __init__(self, offered: Offered, engine: TorchEngine, requests: list[Request], *given: float):
-        self.make_cache = partial(DraftCache, offered)
-        super().__init__(engine, requests, *given)
+    def __init__(self, drafts: dict[Ids, Drafts], *given: Any):
+        self.make_cache = partial(DraftCache, drafts)
+        super().__init__(*given)
         self.drafted_N = torch.zeros_like(self.made_N)
 
     def admit(self, slots: list[int], samples: range) -> bool:
         """Start `samples` in `slots`, and follow their drafts; some may have ended then."""
         super().admit(slots, samples)
         paths: dict[Tree, Paths] = {}
-        owners = self.owner_S.tolist()
-        for slot in slots:
-            number = self.prompt_N[owners[slot]]
+        for slot, sample in zip(slots, samples, strict=True):
+            number = self.prompt_N[sample]
             if number in self.cache.trees:
                 tree, root = self.cache.trees[number]
                 paths.setdefault(tree, {})[slot] = [root]
@@ -232,15 +188,12 @@ class DraftDecoding(Decoding):
         begun_K = self.owner_S[moving]
         while moving:
             hidden_KD = tree.hidden_TD[[paths[slot][-1] for slot in moving]]
-            self.take(torch.tensor(moving), self.cache.model.logits(hidden_KD))
-            tokens = self.token_S[moving].tolist()
-            owners = self.owner_S[moving].tolist()
-            asked, moving = moving, []
-            for slot, token, owner in zip(asked, tokens, owners, strict=True):
-                place = tree.child.get((paths[slot][-1], token))
-                if owner < self.count and place is not None:
-                    paths[slot].append(place)
-                    moving.append(slot)
+            self.take(moving, self.cache.model.logits(hidden_KD))
+            tokens, owners = self.token_S.tolist(), self.owner_S.tolist()
+            places = {slot: tree.child.get((paths[slot][-1], tokens[slot])) for slot in moving}
+            moving = [slot for slot, place in places.items() if place and owners[slot] < self.count]
+            for slot in moving:
+                paths[slot].append(places[slot])
         self.drafted_N[begun_K] = self.made_N[begun_K]
         self.cache.copy_paths(tree, paths)
 

@@ -17,7 +17,7 @@ import rollout
 import train
 from infra import runfolder
 from infra.choices import resolve_auto
-from leaves.drafts.join import DraftDecoding, Drafted, DraftHistory, Tree
+from leaves.drafts.join import DraftDecoding, DraftHistory, Tree
 from records import Prompt, Request, Sample, Stops
 from rollout import TorchEngine
 from settings.loader import ConfigError
@@ -146,11 +146,13 @@ def exact(policy, ids) -> torch.Tensor:
 def test_a_tree_holds_what_drafts_have_in_common_once():
     """1 2 3, 1 2 4 5, 1 2 and 6 7 behind the prompt 8 9: read are 1, 2, 4 and 6, as behind a last token nothing is
     drawn."""
-    tree, ids, positions = Tree(), [8, 9], [0, 1]
-    branches = tree.grow(Drafted(0, 0, (8, 9), ((1, 2, 3), (1, 2, 4, 5), (1, 2), (6, 7), (1, 2, 3))), ids, positions)
-    assert ids == [8, 9, 1, 2, 4, 6] and positions == [0, 1, 2, 3, 4, 2]
+    tree = Tree()
+    assert tree.grow((8, 9), 3, ((1, 2, 3), (1, 2, 4, 5), (1, 2), (6, 7), (1, 2, 3))) == 1
+    assert tree.ids == [8, 9, 1, 2, 4, 6] and tree.positions == [0, 1, 2, 3, 4, 2]
+    assert tree.rows == [3, -1, -1, -1, -1, -1]
     assert tree.child == {(1, 1): 2, (2, 2): 3, (3, 4): 4, (1, 6): 5}
-    assert branches == [([0, 1, 2], 1), ([0, 1, 2, 3], 1), ([0, 1, 2, 3, 4], 1), ([0, 1, 5], 1)]
+    assert tree.queries == [2, 1, 1, 1, 1] and tree.keys == [2, 3, 4, 5, 3]
+    assert tree.key == [0, 1, 0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 5]
 
 
 # ---- runs
@@ -212,13 +214,11 @@ def test_auto_takes_the_engine_that_has_drafts_and_counts_their_keys(tmp_path):
 def test_a_history_with_drafts_survives_a_checkpoint(tmp_path):
     cfg = run_config(tmp_path / "run", "rollout.drafts=true")
     history = train.PromptHistory(PROMPTS, cfg.prune.prompts, 0, middle=0.5)
-    saved, loaded = DraftHistory(history, {}), DraftHistory(history, {})
-    saved.drafts = {3: ((1, 2, 3), (4,)), 0: ((5,), (6, 7))}
+    saved, loaded = DraftHistory(history), DraftHistory(history)
+    saved.drafts = {PROMPTS[3].ids: [[1, 2, 3], [4]], PROMPTS[0].ids: [[5], [6, 7]]}
     torch.save(saved.state(), tmp_path / "state.pt")
     loaded.restore(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert {k: tuple(map(tuple, own)) for k, own in loaded.drafts.items()} == saved.drafts
-    loaded.draw(5)
-    assert loaded.offered == {PROMPTS[k].ids: saved.drafts.get(k, ()) for k in range(5)}
+    assert loaded.drafts == saved.drafts
 
 
 def test_the_experiment_samples_the_same_completions_twice(monkeypatch, capsys):

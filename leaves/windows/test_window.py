@@ -172,9 +172,8 @@ def test_prefill_in_runs_is_prefill_at_once(monkeypatch):
     import rollout
     model = load(TOY, torch.float64)
     prompts = [(5, 6, 7), (5, 6, 7), (8,) * 9, (4,) * 30, (3, 2)]
-    placed = [rollout.Asked(0, row, ids) for ids, row in (
-        ((5, 6, 7), 4), ((8,) * 9, 2), ((4,) * 30, 1), ((3, 2), 0))]
-    assert rollout.group_by_size(placed) == [[placed[3], placed[0], placed[1], placed[2]]]
+    sizes = {0: 3, 1: 9, 2: 30, 3: 2}
+    assert rollout.group_by_size(sizes) == [[3, 0, 1, 2]]
 
     def answers() -> list[Sample]:
         spec = EngineSpec(TOY, torch.float64, torch.device("cpu"), "sdpa", frozenset({2}), slots=8, max_len=64)
@@ -184,7 +183,7 @@ def test_prefill_in_runs_is_prefill_at_once(monkeypatch):
 
     whole = answers()
     monkeypatch.setattr(rollout, "PREFILL_TOKENS", 18)
-    assert rollout.group_by_size(placed) == [[placed[3], placed[0]], [placed[1]], [placed[2]]]
+    assert rollout.group_by_size(sizes) == [[3, 0], [1], [2]]
     parts = answers()
     assert [s.ids for s in whole] == [s.ids for s in parts]
     assert all(s.length == limit or s.finished for s, limit in zip(whole, [4, 9, 1, 12, 6], strict=True))
