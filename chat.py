@@ -28,7 +28,7 @@ from infra.device import engine_spec, find_device, fit_engine
 from infra.signals import exit_status
 from infra.tokenizer import as_messages
 from infra.weights import find_model, read_shape
-from policy import load_policy
+from policy import weights_of
 from records import Problem, Prompt, Request
 from rollout import start_engine
 from settings import leaves
@@ -51,7 +51,8 @@ class Conversation:
         spec = replace(engine_spec(cfg, device, self.tokenizer, self.longest), slots=1)
         kind, spec = fit_engine(cfg.rollout.engine, spec)
         self.engine, _ = leaves.through("engine", cfg, (start_engine(kind, spec), self.tokenizer))
-        self.engine.sync(load_policy(cfg.model.path, spec.folder, spec.dtype))
+        policy = weights_of(cfg.model.path).policy(cfg.model.path, spec.folder, spec.dtype)
+        self.engine.sync(policy)
         self.problems: Iterator[Problem] | None = None  # of data.eval, once one is asked for
         self.messages, self.row = [], {}
 

@@ -186,9 +186,9 @@ def find_loader(path: str) -> tuple[Path, Callable]:
     if (find_path(path) / "config.json").is_file():
         return find_model(path), partial(load_model, device=torch.device("cpu"))
     from infra.checkpoint import original_model
-    from policy import load_policy
+    from policy import weights_of
 
-    return find_model(original_model(path)), partial(load_policy, path)
+    return find_model(original_model(path)), partial(weights_of(path).policy, path)
 
 
 def name_changed_files(cfg: Config, names: list[str], tokenizer: Tokenizer) -> None:

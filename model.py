@@ -8,7 +8,6 @@ Dimension key:  T packed tokens,  C tokens with a target,  D width,  H heads (fe
 for queries),  E head width,  V vocabulary.
 """
 
-import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -19,10 +18,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from infra.families import Linear, Llama3, Rope, Shape, Yarn
-from infra.weights import hf_name, load_weights, read_shape
+from infra.weights import load_weights, read_shape
 from records import Segments
 
 # (layer, q_THE, k_THE, v_THE, window) -> out_THE. A token sees the last `window` tokens, itself included, by
@@ -291,13 +291,7 @@ class Decoder(nn.Module):
         Training calls the module, so that weights spread over the ranks are gathered."""
         hidden_TD = self.hidden(ids_T, position_T, attend)
         return ChunkedLogProb.apply(
-            hidden_TD[predict_C],
-            self.head_VD,
-            target_C,
-            temperature,
-            self.logp_chunk,
-            self.elementwise,
-        )
+            hidden_TD[predict_C], self.head_VD, target_C, temperature, self.logp_chunk, self.elementwise)
 
     def hidden(self, ids_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
         """Compute final hidden states, [T, D], for `logits` or for log-probs of targets."""
@@ -305,8 +299,7 @@ class Decoder(nn.Module):
         if self.shape.family.rooted:  # rounded as the embedding is
             x_TD = x_TD * torch.tensor(self.shape.hidden_size ** 0.5, dtype=x_TD.dtype)
         turns = self.turns(position_T, x_TD.dtype)
-        kind = self.checkpoint_blocks if torch.is_grad_enabled() else "none"
-        call_block = BLOCK_CALLS[kind]
+        call_block = BLOCK_CALLS[self.checkpoint_blocks if torch.is_grad_enabled() else "none"]
         for block in self.layers:
             x_TD = call_block(block, x_TD, turns[self.shape.ropes[block.layer]], attend)
         return self.norm(x_TD)
@@ -319,8 +312,7 @@ class Decoder(nn.Module):
         for rope, (freq, size) in self.frequencies.items():
             freq = freq.to(position_T.device)
             self.frequencies[rope] = freq, size
-            angle_TE = position_T[:, None].float() * freq
-            angle_TE = angle_TE.repeat(1, 2)
+            angle_TE = (position_T[:, None].float() * freq).repeat(1, 2)
             if isinstance(rope, Yarn) and rope.llama_4_scaling_beta:
                 contexts_T11 = (position_T[:, None, None] / rope.original_max_position_embeddings).floor()
                 scale = (1 + rope.llama_4_scaling_beta * (1 + contexts_T11).log()).to(dtype)
@@ -348,12 +340,20 @@ class Decoder(nn.Module):
                 if held:
                     layer.weight = nn.Parameter(layer.weight.bfloat16(), requires_grad=False)
 
-    def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight under its Hugging Face name; adapters (lora.py) are merged into theirs."""
+    def named_hf_tensors(self, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight under its Hugging Face name. Adapters (leaves/lora) are merged into theirs, or
+        left out, for no folder has them."""
         for path, module in self.named_modules():
-            own = module.merged() if hasattr(module, "merged") else module.named_parameters(recurse=False)
+            adapted = merged and hasattr(module, "merged")
+            own = module.merged() if adapted else module.named_parameters(recurse=False)
             for name, tensor in own:
-                yield hf_name(f"{path}.{name}"), tensor.detach()
+                if not name.endswith(("_A", "_B")):
+                    yield hf_name(f"{path}.{name}"), tensor.detach()
+
+
+def hf_name(name: str) -> str:
+    """Name a decoder's parameter as Hugging Face does."""
+    return name if name.startswith("lm_head.") else f"model.{name}"
 
 
 class ChunkedLogProb(torch.autograd.Function):
@@ -373,8 +373,7 @@ class ChunkedLogProb(torch.autograd.Function):
             del logits_CV  # before the next chunk's are made
         logp_C = torch.cat(pieces)
         ctx.save_for_backward(hidden_CD, head_VD, target_C, logp_C)
-        ctx.temperature = temperature
-        ctx.chunk = chunk
+        ctx.temperature, ctx.chunk = temperature, chunk
         return logp_C
 
     @staticmethod
@@ -389,8 +388,7 @@ class ChunkedLogProb(torch.autograd.Function):
         pieces = [column.split(ctx.chunk) for column in columns]
         for hidden, target, logp, scale, grad_hidden in zip(*pieces, strict=True):
             logits_CV = divide_by_temperature(matmul_float32(hidden, head_VD.T), ctx.temperature)
-            grad_CV = ctx.logits_gradient(logits_CV, target, logp, scale)
-            grad_CV = grad_CV.to(hidden.dtype)
+            grad_CV = ctx.logits_gradient(logits_CV, target, logp, scale).to(hidden.dtype)
             torch.mm(grad_CV, head_VD, out=grad_hidden)
             if grad_head_VD is not None:
                 matmul_float32(grad_CV.T, hidden, onto=grad_head_VD)
@@ -419,8 +417,7 @@ def logits_gradient(logits_CV: Tensor, target_C: Tensor, logp_C: Tensor, scale_C
 def with_entropy(logits_CV: Tensor, target_C: Tensor) -> Tensor:
     """Compute log softmax(logits)[target] and the entropy of softmax(logits), in nats, [C, 2]."""
     logp_CV = logits_CV.log_softmax(dim=-1)
-    weighed_CV = logp_CV.exp().mul_(logp_CV)
-    entropy_C = -weighed_CV.sum(dim=-1)
+    entropy_C = -logp_CV.exp().mul_(logp_CV).sum(dim=-1)
     logp_C = logp_CV.gather(1, target_C[:, None])[:, 0]
     return torch.stack([logp_C, entropy_C], dim=1)
 
@@ -429,13 +426,11 @@ def entropy_gradient(logits_CV: Tensor, target_C: Tensor, out_C2: Tensor, scale_
     """Compute the gradient of both, each times its scale, [C, V]; overwrites the logits. The gradient of the
     entropy H = -sum p log p is -p (log p + H).
     """
-    logp_C, entropy_C = out_C2.unbind(dim=1)
-    logp_scale_C, entropy_scale_C = scale_C2.unbind(dim=1)
-    total_CV = logits_gradient(logits_CV, target_C, logp_C, logp_scale_C)
+    total_CV = logits_gradient(logits_CV, target_C, out_C2[:, 0], scale_C2[:, 0])
     logp_CV = logits_CV.sub_(logits_CV.logsumexp(dim=-1, keepdim=True))
     grad_CV = logp_CV.exp()
-    grad_CV.mul_(logp_CV.add_(entropy_C[:, None]))
-    return total_CV.sub_(grad_CV.mul_(entropy_scale_C[:, None]))
+    grad_CV.mul_(logp_CV.add_(out_C2[:, 1:]))
+    return total_CV.sub_(grad_CV.mul_(scale_C2[:, 1:]))
 
 
 WITH_ENTROPY = with_entropy, entropy_gradient  # for Decoder.elementwise
@@ -465,15 +460,13 @@ def at_least_float32(x: Tensor) -> Tensor:
 def sdpa_padded(segments: Segments) -> Attend:
     """Pad segments to batches of like lengths. All without a prefix are one batch, which needs no mask."""
     batches: dict[int, list[int]] = defaultdict(list)
-    for i, queries in enumerate(segments.queries):
-        has_prefix = segments.keys[i] > queries
-        batches[queries.bit_length() if has_prefix else 0].append(i)
+    for i, (queries, keys) in enumerate(zip(segments.queries, segments.keys, strict=True)):
+        batches[queries.bit_length() if keys > queries else 0].append(i)
     padded = [pad_batch(segments, members) for members in batches.values()]
-    order_T = torch.cat([query_Q for query_Q, _ in padded])
-    back_T = order_T.argsort()
+    back_T = torch.cat([query_Q for query_Q, _ in padded]).argsort()
 
-    def attend(layer, q, k, v, window):
-        out = torch.cat([attend_batch(layer, q, k, v, window) for _, attend_batch in padded])
+    def attend(*given):
+        out = torch.cat([attend_batch(*given) for _, attend_batch in padded])
         return out.index_select(0, back_T)
 
     return attend
@@ -489,22 +482,17 @@ def pad_batch(segments: Segments, members: list[int]) -> tuple[Tensor, Attend]:
     queries = [segments.queries[i] for i in members]
     prefixes = [segments.keys[i] - segments.queries[i] for i in members]
     query_S, prefix_S = torch.tensor([queries, prefixes], device=device)[:, :, None]
-    keys_S = query_S + prefix_S
     first_S, first_key_S = segments.start_2S[:, members, None]
-    longest_prefix = max(prefixes)
     place_M = torch.arange(max(queries), device=device)
-    place_L = torch.arange(-longest_prefix, len(place_M), device=device)
-    query_SM = first_S + torch.minimum(place_M, query_S - 1)
-    key_place_SL = (place_L + prefix_S).clamp(min=0)
-    key_place_SL = torch.minimum(key_place_SL, keys_S - 1)
+    place_L = torch.arange(-max(prefixes), len(place_M), device=device)
+    query_SM = first_S + place_M.minimum(query_S - 1)
+    key_place_SL = (place_L + prefix_S).clamp(min=0).minimum(query_S + prefix_S - 1)
     key_SL = segments.key_K[first_key_S + key_place_SL]
     seen = cache(partial(mark_seen, place_M, place_L, place_L >= -prefix_S))
-    real_SM = place_M < query_S
-    real_Q = real_SM.flatten().nonzero()[:, 0]
+    real_Q = (place_M < query_S).flatten().nonzero()[:, 0]
 
     def pad(x: Tensor, index_SL: Tensor) -> Tensor:
-        padded = x.index_select(0, index_SL.flatten())
-        return padded.unflatten(0, index_SL.shape).transpose(1, 2)
+        return x.index_select(0, index_SL.flatten()).unflatten(0, index_SL.shape).transpose(1, 2)
 
     def attend(layer, q, k, v, window):
         seen_SML = seen(window)
@@ -516,8 +504,7 @@ def pad_batch(segments: Segments, members: list[int]) -> tuple[Tensor, Attend]:
             is_causal=seen_SML is None,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        out = out.transpose(1, 2).flatten(0, 1)
-        return out.index_select(0, real_Q)
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, real_Q)
 
     return query_SM.flatten()[real_Q], attend
 
@@ -537,27 +524,10 @@ def attend_by_kernel(segments: Segments, kernel: Callable[..., Tensor]) -> Atten
     places = *segments.start_2S, max(segments.queries), max(segments.keys)
 
     def attend(layer, q, k, v, window):
-        k = k.index_select(0, segments.key_K)
-        v = v.index_select(0, segments.key_K)
-        before = -1 if window is None else window - 1  # -1: all
-        return kernel(q, k, v, *places, window_size=(before, 0))
+        k, v = k.index_select(0, segments.key_K), v.index_select(0, segments.key_K)
+        return kernel(q, k, v, *places, window_size=((window or 0) - 1, 0))  # -1: all
 
     return attend
-
-
-def torch_varlen(segments: Segments) -> Attend:
-    """Attend by torch's own varlen flash attention, CUDA only."""
-    from torch.nn.attention.varlen import varlen_attn
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.12 and later
-        return attend_by_kernel(segments, partial(varlen_attn, enable_gqa=True))
-
-    def kernel(q: Tensor, k: Tensor, v: Tensor, *places, window_size: tuple[int, int]) -> Tensor:
-        repeats = q.shape[1] // k.shape[1]
-        k = k.repeat_interleave(repeats, dim=1)
-        v = v.repeat_interleave(repeats, dim=1)
-        return varlen_attn(q, k, v, *places, window_size=window_size)
-
-    return attend_by_kernel(segments, kernel)
 
 
 def flash_varlen(segments: Segments) -> Attend:
@@ -568,7 +538,7 @@ def flash_varlen(segments: Segments) -> Attend:
 
 BACKENDS = {  # model.attention -> function that makes the attention of segments
     "sdpa": sdpa_padded,
-    "varlen": torch_varlen,
+    "varlen": partial(attend_by_kernel, kernel=partial(varlen_attn, enable_gqa=True)),  # torch's own, on CUDA
     "flash": flash_varlen,
 }
 

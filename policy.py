@@ -67,9 +67,3 @@ class Weights:
 def weights_of(path: str | Path) -> Weights:
     """Return how the run that made a checkpoint treats weights; plainly for any other path."""
     return leaves.through("weights", unflatten(read_extra(path).get("config", {})), Weights())
-
-
-def load_policy(path: str, folder: Path, dtype: torch.dtype) -> Decoder:
-    """Load a model's folder on the CPU, and the policy of `path` if that is a checkpoint. Collective. Raises
-    ConfigError."""
-    return weights_of(path).policy(path, folder, dtype)

@@ -16,9 +16,10 @@ from tqdm import tqdm
 from config import ConfigError
 from infra import dist
 from infra.device import VLLM_VERSION, cache_bytes
-from infra.weights import find_mismatches, named_weights, shapes_of
+from infra.weights import compare_shapes
 from model import Decoder, empty_model
 from records import EngineSpec, Request, Sample
+from rollout import tokens_before
 from settings.loader import in_short
 
 PREFILL_TOKENS = 8192      # prompt tokens that it computes at once, on every card
@@ -46,7 +47,7 @@ class VLLMEngine:
         self.sleeps = spec.sleeps
         self.peak_bytes = 0  # of the device, as seen before each sleep and each sync
         model = empty_model(spec.folder, spec.dtype)
-        self.expected = shapes_of(named_weights(model))
+        self.expected = dict(model.named_hf_tensors())
         cache = cache_bytes(model.shape, spec.dtype.itemsize, spec.slots, spec.max_len, spec.tensor_parallel,
                             spec.cache_gib)
         with undisturbed(spec.device):
@@ -67,12 +68,9 @@ class VLLMEngine:
 
         Names and shapes are compared first: vLLM cannot recover from a failed load.
         """
-        policy_shapes = shapes_of(named_weights(policy))
-        if wrong := find_mismatches(self.expected, policy_shapes):
-            name = wrong[0]
-            raise ValueError(
-                f"the policy does not fit the engine at {name}: its shape is "
-                f"{policy_shapes.get(name, 'nothing')}, the engine's {self.expected.get(name, 'nothing')}")
+        tensors = policy.named_hf_tensors(merged=False)
+        if wrong := compare_shapes(self.expected.items(), tensors):
+            raise ValueError(f"the policy does not fit the engine at {wrong}, in the policy")
         if self.sleeps:
             self.note_peak()
             self.llm.wake_up(["weights"])
@@ -114,17 +112,13 @@ class VLLMEngine:
         if self.asleep:
             raise RuntimeError("the engine has no weights; sync it first")  # vLLM itself would wait forever
         first = dist.rank() % self.tensor_parallel
-        local = []
-        for request in requests:
-            so_far = request.so_far.ids if request.so_far else ()
-            local.append(([*request.prompt.ids, *so_far], request.seed, request.limit))
-        by_rank = [local]
+        by_rank = [[(tokens_before(request), request.seed, request.limit) for request in requests]]
         if self.tensor_parallel > 1:
             by_rank = dist.gather(by_rank)[dist.rank() - first:][:self.tensor_parallel]
         asked, params = [], []
         for of_rank in by_rank:
             for ids, seed, limit in of_rank:
-                asked.append({"prompt_token_ids": ids})
+                asked.append({"prompt_token_ids": list(ids)})
                 params.append(self.params(
                     seed=seed,
                     temperature=temperature,

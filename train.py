@@ -83,7 +83,6 @@ class Parts:
     advantage: Callable = compare          # of groups, rewards and settings, before pruning
     after_update: tuple[Callable, ...] = ()  # of learner, rollouts, step and clock; they return metrics
     measures: tuple[Callable, ...] = ()      # of rollouts and batch; they return metrics
-    warnings: tuple[Callable, ...] = ()      # of the number of steps done and the batch; they return a text
 
 
 @frozen
@@ -301,8 +300,6 @@ def log_step(run: Run, step: int, rolled: Rolled, batch: Batch, measured: Metric
         measured |= measure(rolled, batch)
     run.log.step(step, measured)
     run.log.warn(step, describe_missing(rolled.rewards, parts.cfg.reward))
-    for warning in parts.warnings:
-        run.log.warn(step, warning(step, batch))
     run.log.write("decisions.jsonl", {"step": step} | list_decisions(rolled, batch))
     texts = sample_lines(rolled, batch, parts.task.tokenizer.decode, parts.cfg.log.groups)
     run.log.sampled(step, texts)

@@ -1,12 +1,11 @@
 """Tokenize text, and render questions as prompts by a chat template or a plain text."""
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from datetime import date
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +19,14 @@ from tokenizers.models import BPE
 
 from config import ConfigError, Data
 from infra.trial import try_first
-from infra.weights import read_section, read_shape
-from records import Stops, frozen
-from settings.loader import SHORT, convert, in_short, read_json
+from infra.weights import read_shape
+from records import Stops
+from settings.loader import SHORT, in_short, read_json
 
 # Every template gets them, beside special tokens.
 RENDER_ARGUMENTS = ("messages", "add_generation_prompt", "tools", "documents", "strftime_now")
 MARKER = re.compile(r"<\|[^<>|\s]+\|>")  # how most templates write a special token
 OPENING_TAG = re.compile(r"<[A-Za-z][\w:-]*>\s*")
-
-
-@frozen
-class Added:
-    """A token of `added_tokens_decoder`. None: as AddedToken has it."""
-
-    content: str
-    special: bool | None = None
-    lstrip: bool | None = None
-    rstrip: bool | None = None
-    normalized: bool | None = None
-    single_word: bool | None = None
 
 
 class Tokenizer:
@@ -68,8 +55,7 @@ class Tokenizer:
         if isinstance(self.rust.model, BPE):
             self.rust.model.dropout = None
         path = require_file(folder / "tokenizer_config.json", "the chat template")
-        settings = read_json(path)
-        settings = read_if_there(folder / "special_tokens_map.json") | settings
+        settings = read_if_there(folder / "special_tokens_map.json") | read_json(path)
         self.rust.encode_special_tokens = settings.get("split_special_tokens") is True
         self.add_tokens(settings.get("added_tokens_decoder") or {}, path)
         self.special = {}  # name -> text, for templates
@@ -80,12 +66,12 @@ class Tokenizer:
                     self.special[key] = text
         self.folder = folder
         self.size = read_shape(folder).vocab_size
-        stop_tokens = [text for text in stop if self.is_special(text)]
-        stop_texts = tuple(text for text in stop if text not in stop_tokens)
-        ends = eos_ids(folder, self.rust.token_to_id(self.special.get("eos_token", "")))
-        self.stop_ids = set(map(self.rust.token_to_id, stop_tokens))
-        self.eos_ids = ends | self.stop_ids
+        ids = {text: self.rust.token_to_id(text) for text in stop}
+        # A special token is left out by decoding.
+        self.stop_ids = {i for i in ids.values() if i is not None and not self.decode([i])}
+        stop_texts = tuple(text for text, i in ids.items() if i not in self.stop_ids)
         self.stops = Stops(stop_texts, self.rust.decode_batch) if stop_texts else None
+        self.eos_ids = self.find_ends() | self.stop_ids
         self.hidden = self.eos_ids | set(map(self.rust.token_to_id, self.special.values()))
         self.begin = self.find_begin()
         data = data or Data(train="", eval=None)
@@ -100,15 +86,13 @@ class Tokenizer:
         """Add the tokens that tokenizer_config.json has beyond tokenizer.json, as transformers does. Raises
         ConfigError for one with another id."""
         try:
-            tokens = convert(listed, dict[str, dict[str, Any]], "added_tokens_decoder")
-            by_id = {int(i): token for i, token in tokens.items()}
-        except (ConfigError, ValueError) as error:
-            raise ConfigError(f"{path}: {error}; mend it, or download it again") from None
-        for i in sorted(by_id):
-            token = read_section(Added, by_id[i], path)
+            tokens = {int(i): AddedToken(**token) for i, token in dict(listed).items()}
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{path}: added_tokens_decoder={SHORT.repr(listed)} must map ids to tokens "
+                              f"({in_short(error)}); mend it, or download it again") from None
+        for i, token in sorted(tokens.items(), key=itemgetter(0)):
             if self.rust.token_to_id(token.content) is None:
-                said = {name: value for name, value in asdict(token).items() if value is not None}
-                self.rust.add_tokens([AddedToken(**said)])
+                self.rust.add_tokens([token])
             found = self.rust.token_to_id(token.content)
             if found != i:
                 raise ConfigError(f"{path.parent}: tokenizer.json makes token {found} of {token.content!r}, "
@@ -128,8 +112,8 @@ class Tokenizer:
             raise ConfigError(
                 f"{folder} has a tokenizer without a chat template, as base models do; set data.prompt to a "
                 'plain text such as "Question: {question}\\nAnswer:", or data.chat_template to a jinja file')
-        environment = chat_environment(self.date)
         where = path if path.is_file() else folder
+        environment = chat_environment(self.date)
         try:
             self.template = environment.from_string(self.source)
         except (jinja2.TemplateError, RecursionError) as error:
@@ -138,21 +122,14 @@ class Tokenizer:
         names = jinja2.meta.find_undeclared_variables(environment.parse(self.source))
         free = sorted(names - {*RENDER_ARGUMENTS, *self.special, *environment.globals})
         for name in self.arguments.keys() - set(free):
-            near = difflib.get_close_matches(name, free, n=1)
-            advice = f"did you mean {near[0]!r}?" if near else f"it reads {', '.join(free) or 'none'}"
             raise ConfigError(
                 f"data.template.{name}={self.arguments[name]!r}: the chat template of {where} has no "
-                f"argument of that name; {advice}")
+                f"argument of that name; it reads {', '.join(free) or 'none'}")
 
     @property
     def own_files(self) -> dict[str, str | None]:
         """Map the settings that name files of the user's to the texts that were read."""
         return {"data.chat_template": self.own_template}
-
-    def is_special(self, text: str) -> bool:
-        """Tell whether a text is one token that decoding leaves out."""
-        token = self.rust.token_to_id(text)
-        return token is not None and not self.decode([token])
 
     def render(self, question: str | Sequence[dict], system: str | None) -> str:
         """Render a question, or messages, up to and including the generation prompt. Raises ConfigError."""
@@ -183,9 +160,24 @@ class Tokenizer:
         if self.template is None:
             return None
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
-        text = self.conversation(messages, generate=False)
-        tail, = self.encode([text.rpartition("ANSWER")[2]])
-        return next((i for i in tail if not self.decode([i])), None)
+        tail = self.conversation(messages, generate=False).rpartition("ANSWER")[2]
+        return next((i for i in self.encode([tail])[0] if not self.decode([i])), None)
+
+    def find_ends(self) -> frozenset[int]:
+        """Collect every id that ends a completion, from all files: an id left out would end none."""
+        ids = {self.rust.token_to_id(self.special.get("eos_token", ""))} - {None}
+        for name in ("config.json", "generation_config.json"):
+            path = self.folder / name
+            eos = read_if_there(path).get("eos_token_id")
+            numbers = eos if isinstance(eos, list) else [] if eos is None else [eos]
+            if not all(type(number) is int and 0 <= number < self.size for number in numbers):
+                raise ConfigError(
+                    f"{path}: eos_token_id={SHORT.repr(eos)} must be one or several of the {self.size} "
+                    "tokens of the model; mend it, or download it again")
+            ids.update(numbers)
+        if not ids:
+            raise ConfigError(f"{self.folder} names no EOS: set eos_token_id in generation_config.json")
+        return frozenset(ids)
 
     def find_begin(self) -> tuple[int, ...]:
         """Find the ids that the tokenizer puts before a text, such as a BOS. Those behind a text are never
@@ -280,26 +272,6 @@ def require_file(path: Path, what: str) -> Path:
     if not path.is_file():
         raise ConfigError(f"{path} not found; the model folder must hold {what}")
     return path
-
-
-def eos_ids(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
-    """Collect every id that ends a completion, from all files: an id left out would end none."""
-    ids: set[int] = set() if tokenizer_eos is None else {tokenizer_eos}
-    tokens = read_shape(folder).vocab_size
-    for name in ("config.json", "generation_config.json"):
-        path = folder / name
-        eos = read_if_there(path).get("eos_token_id")
-        if eos is None:
-            continue
-        for number in eos if isinstance(eos, list) else [eos]:
-            if type(number) is not int or not 0 <= number < tokens:
-                raise ConfigError(
-                    f"{path}: eos_token_id={SHORT.repr(eos)} must be one or several of the {tokens} tokens "
-                    "of the model; mend it, or download it again")
-            ids.add(number)
-    if not ids:
-        raise ConfigError(f"{folder} names no EOS: set eos_token_id in generation_config.json")
-    return frozenset(ids)
 
 
 class GenerationTag(jinja2.ext.Extension):

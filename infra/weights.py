@@ -1,9 +1,7 @@
 """Find Hugging Face folders, and read their shape and weights, whole or sharded."""
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import fields
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,7 @@ from infra import dist
 from infra.digests import LIST, find_changed, read_list
 from infra.families import Shape, shape_of
 from infra.trial import try_first
-from records import frozen
-from settings.loader import ConfigError, build, in_short, read_json
+from settings.loader import ConfigError, convert, in_short, read_json
 from settings.paths import find_path
 
 WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
@@ -71,29 +68,10 @@ def read_shape(folder: Path) -> Shape:
         raise ConfigError(f"{path}: {error}; mend it, download it again, or take another model") from None
 
 
-def read_section(section: type, raw: dict, path: Path) -> Any:
-    """Take the fields of a section from a model's json. Raises ConfigError for a value of another type."""
-    known = {f.name: raw[f.name] for f in fields(section) if f.name in raw}
-    try:
-        return build(section, known)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}; mend it, or download it again") from None
-
-
 def is_tied(folder: Path) -> bool:
     """Tell whether the weights have no head of their own, if config.json does not say it."""
     stored = any((folder / name).is_file() for name in WEIGHT_FILES)
-    return stored and "lm_head.weight" not in read_sizes(folder)
-
-
-def read_sizes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Read the sizes of all tensors, from the headers of the files."""
-    sizes = {}
-    for path in weight_files(folder):
-        with open_tensors(path) as file:
-            for name in file.keys():  # noqa: SIM118
-                sizes[name] = tuple(file.get_slice(name).get_shape())
-    return sizes
+    return stored and "lm_head.weight" not in read_tensors(weight_files(folder), whole=False)
 
 
 def check_positions(folder: Path, tokens: int, settings: str) -> None:
@@ -104,28 +82,11 @@ def check_positions(folder: Path, tokens: int, settings: str) -> None:
                           f"max_position_embeddings={limit}; lower them")
 
 
-def hf_name(name: str) -> str:
-    """Name a decoder's parameter as Hugging Face does."""
-    return name if name.startswith("lm_head.") else f"model.{name}"
-
-
-def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter under its Hugging Face name, except an adapter's, which no folder has."""
-    for name, p in model.named_parameters():
-        if not name.endswith(("_A", "_B")):  # lora.py
-            yield hf_name(name), p
-
-
-@frozen
-class Index:
-    weight_map: dict[str, str]  # name of a tensor -> file beside the index
-
-
 def check_sizes(folder: Path) -> None:
     """Raise ConfigError if the weights have other sizes than config.json says: memory for these might not be
     there, or loading take days. Reads only the headers of the files."""
-    shape, sizes = read_shape(folder), read_sizes(folder)
-    layers = len({name.split(".")[2] for name in sizes if name.startswith("model.layers.")})
+    shape, slices = read_shape(folder), read_tensors(weight_files(folder), whole=False)
+    layers = len({name.split(".")[2] for name in slices if name.startswith("model.layers.")})
     first = "model.layers.0."
     expected = {
         EMBEDDING: (shape.vocab_size, shape.hidden_size),
@@ -133,20 +94,11 @@ def check_sizes(folder: Path) -> None:
         f"{first}self_attn.q_proj.weight": (shape.head_dim * shape.heads, shape.hidden_size),
     }
     for name, size in expected.items():
-        if sizes.get(name) != size or layers != shape.layers:
+        stored = tuple(slices[name].get_shape()) if name in slices else None
+        if stored != size or layers != shape.layers:
             raise ConfigError(
-                f"{folder}: weights do not match config.json: they have {layers} layers and "
-                f"{sizes.get(name)} for {name}, where it says {shape.layers} and {size}")
-
-
-@contextmanager
-def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file. Raises ConfigError."""
-    try:
-        with safe_open(path, "pt") as file:
-            yield file
-    except SafetensorError as error:
-        raise ConfigError(f"{path} cannot be read ({in_short(error)}); download or write it again") from None
+                f"{folder}: weights do not match config.json: they have {layers} layers and {stored} for "
+                f"{name}, where it says {shape.layers} and {size}")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -154,10 +106,13 @@ def weight_files(folder: Path) -> list[Path]:
     ConfigError."""
     index, single = (folder / name for name in WEIGHT_FILES)
     if index.is_file():
-        weight_map = read_section(Index, read_json(index), index).weight_map
-        if not weight_map:
+        named = read_json(index).get("weight_map")
+        try:
+            shards = sorted(set(convert(named, dict[str, str], "weight_map").values()))
+        except ConfigError as error:
+            raise ConfigError(f"{index}: {error}; mend it, or download it again") from None
+        if not shards:
             raise ConfigError(f"{index} names no weights; download it again")
-        shards = sorted(set(weight_map.values()))
     elif single.is_file():
         shards = [single.name]
     else:
@@ -178,27 +133,33 @@ def two_sets(folder: Path, one: str, other: str) -> ConfigError:
                        "that are meant in a folder of their own")
 
 
-def read_tensors(files: list[Path]) -> dict[str, Tensor]:
-    """Read all tensors of safetensors files. Raises ConfigError."""
+def read_tensors(files: list[Path], whole: bool = True) -> dict[str, Any]:
+    """Read all tensors of safetensors files, or only the headers, as slices with a `get_shape`. Raises
+    ConfigError."""
     tensors = {}
     for path in files:
-        with open_tensors(path) as file:
-            for name in file.keys():  # noqa: SIM118
-                if name in tensors:
-                    raise ConfigError(f"{path}: {name} is in another file too; download the weights again")
-                tensors[name] = file.get_tensor(name)
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    if name in tensors:
+                        raise ConfigError(
+                            f"{path}: {name} is in another file too; download the weights again")
+                    tensors[name] = file.get_tensor(name) if whole else file.get_slice(name)
+        except SafetensorError as error:
+            raise ConfigError(
+                f"{path} cannot be read ({in_short(error)}); download or write it again") from None
     return tensors
 
 
-def shapes_of(tensors: Iterable) -> dict[str, tuple]:
-    """Map the names of tensors to their shapes."""
-    return {name: tuple(t.shape) for name, t in tensors}
-
-
-def find_mismatches(expected: dict[str, tuple], stored: dict[str, tuple]) -> list[str]:
-    """Name the tensors that one of two tables of shapes lacks or has in another shape, sorted."""
-    names = sorted(expected.keys() | stored.keys())
-    return [name for name in names if expected.get(name) != stored.get(name)]
+def compare_shapes(stored: Iterable[tuple[str, Tensor]], expected: Iterable[tuple[str, Tensor]]) -> str:
+    """Say in which tensors two lists differ, by name and shape; empty if in none."""
+    there, here = ({name: tuple(t.shape) for name, t in tensors} for tensors in (stored, expected))
+    wrong = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
+    if not wrong:
+        return ""
+    name = wrong[0]
+    return (f"{len(wrong)} tensors, e.g. {name}: {there.get(name, 'nothing')} there and "
+            f"{here.get(name, 'nothing')} here")
 
 
 @torch.no_grad()
@@ -214,20 +175,15 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     if head is not None and EMBEDDING in tensors and not torch.equal(head, tensors[EMBEDDING]):
         raise ConfigError(f"{folder}: lm_head.weight is not {EMBEDDING}, and config.json ties them; set "
                           "tie_word_embeddings to false there if the head is its own")
-    weights = dict(named_weights(model))
-    expected = shapes_of(weights.items())
     for name in [name for name in tensors if name.endswith("rotary_emb.inv_freq")]:  # of older exports
         stored = tensors.pop(name).float()
         ours = [freq.cpu() for freq, _ in model.frequencies.values()]
         if not any(freq.shape == stored.shape and torch.allclose(freq, stored) for freq in ours):
             raise ConfigError(f"{folder}: {name} has other rotary frequencies than config.json implies; mend "
                               "rope_theta or rope_scaling there")
-    stored = shapes_of(tensors.items())
-    if wrong := find_mismatches(expected, stored):
-        name = wrong[0]
-        raise ConfigError(
-            f"{folder}: weights do not match config.json at {len(wrong)} tensors, e.g. {name}: file has "
-            f"{stored.get(name, 'nothing')}, config.json implies {expected.get(name, 'nothing')}")
+    weights = dict(model.named_hf_tensors(merged=False))
+    if wrong := compare_shapes(tensors.items(), weights.items()):
+        raise ConfigError(f"{folder}: weights do not match config.json at {wrong}, by config.json")
     for name, p in weights.items():
         t = tensors[name]
         if not t.is_floating_point() or not t.isfinite().all():

@@ -15,8 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from conftest import Doubled, make_groups
 
-from infra.weights import hf_name
-from model import BACKENDS, load_model
+from model import BACKENDS, hf_name, load_model
 from pack import Minibatch, Plan, build_row
 
 COMPLETIONS = [[4, 9, 3], [6, 25]]

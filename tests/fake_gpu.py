@@ -50,7 +50,6 @@ import loss
 import policy as policy_file
 import update
 from infra import dist
-from infra.weights import named_weights
 from leaves.fit import counts
 from leaves.lora import join as lora
 from metrics import Clock, PassSums
@@ -217,7 +216,7 @@ def traits(x: Tensor | None) -> tuple | None:
 
 def require_sync(policy: Decoder) -> None:
     """An engine gets every weight whole and in halves, adapters merged. What that takes is no part of an update."""
-    whole = {name: tuple(p.shape) for name, p in named_weights(policy)}
+    whole = {name: tuple(p.shape) for name, p in policy.named_hf_tensors(merged=False)}
     synced = ((name, dist.gather_full(t, None, torch.bfloat16)) for name, t in policy.named_hf_tensors())
     assert all((t.dtype, tuple(t.shape)) == (torch.bfloat16, whole.pop(name)) for name, t in synced) and not whole
 
@@ -243,7 +242,7 @@ def trace_update(folder: Path, cfg: config.Config, spoil: bool) -> Trace:
         return fully_shard(module, **given | {"offload_policy": CPUOffloadPolicy(pin_memory=False)})
 
     given = leaves.through("weights", cfg, policy_file.Weights())
-    with (trace.device, patch.object(lora, "load_with_adapters"), patch.object(policy_file, "load_weights"),
+    with (trace.device, patch.object(lora.Adapters, "fill"), patch.object(policy_file, "load_weights"),
           patch.object(update, "row_loss", row_loss),
           patch.object(update, "optimizer_step", descend),
           patch.object(dist, "fully_shard", offloaded if cfg.optim.offload else fully_shard)):

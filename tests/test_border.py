@@ -112,7 +112,7 @@ def test_tokens_that_only_the_config_has_are_added_as_in_transformers(tmp_path):
                                     {"99": {"content": "<new>", "special": "yes"}}])
 def test_added_tokens_of_another_type_are_an_error_of_that_file(listed, tmp_path):
     folder = folder_with(tmp_path, tokenizer_config={"added_tokens_decoder": listed})
-    with pytest.raises(ConfigError, match="tokenizer_config.json: .*; mend it, or download it again"):
+    with pytest.raises(ConfigError, match="tokenizer_config.json(: .*; mend it, or download it again| says 3; take)"):
         tokenizer(folder)
 
 

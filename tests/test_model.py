@@ -345,7 +345,7 @@ def edit(folder, **changes):
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported"),
     ({"hidden_size": 64}, "weights do not match config.json"),
     ({"num_hidden_layers": 3}, "weights do not match config.json"),
-    ({"tie_word_embeddings": False}, "lm_head.weight: file has nothing"),
+    ({"tie_word_embeddings": False}, "lm_head.weight: nothing there"),
 ])
 def test_a_model_that_is_not_computed_exactly_is_refused(change, message, tmp_path):
     folder = write_tiny(tmp_path)

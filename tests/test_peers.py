@@ -22,8 +22,9 @@ from advantage import advantage
 from collect import Selection, choose
 from config import Config
 from infra import dist
-from infra.weights import hf_name, read_tensors, weight_files
+from infra.weights import read_tensors, weight_files
 from learner import Learner
+from model import hf_name
 from pack import Minibatch
 from records import Group, PromptDraw, Rolled, Sample
 

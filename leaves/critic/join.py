@@ -32,7 +32,7 @@ from leaves.critic.settings import Critic, Gae
 from metrics import Clock
 from model import BACKENDS, Attend, Decoder, at_least_float32
 from pack import Minibatch
-from records import Batch, Group, Metrics, PreparedRow, Rewards, Rolled, Row, frozen, lengths, pending
+from records import Group, Metrics, PreparedRow, Rewards, Rolled, Row, frozen, lengths, pending
 from reward import reward_range
 from settings.kinds import Optim
 
@@ -90,17 +90,16 @@ def parts(cfg: Any, run: Any) -> Any:
     run.weights.fill(backbone, source)
     for p in model.value.parameters():
         nn.init.zeros_(p)
-    settings = cfg.critic
-    optim = replace(cfg.optim, lr=settings.lr, warmup_steps=settings.warmup_steps, schedule="constant")
-    critic = CriticLearner(model, make_optimizers(model, optim), settings, cfg.advantage, optim)
+    own = cfg.critic
+    optim = replace(cfg.optim, lr=own.lr, warmup_steps=own.warmup_steps, schedule="constant")
+    critic = CriticLearner(model, make_optimizers(model, optim), own, cfg.advantage, optim)
     learner = replace(
         learner,
-        first=settings.pretrain_steps,
+        first=own.pretrain_steps,
         roles=learner.roles | {"critic": (model, critic.optimizers)},
         before_update=(*learner.before_update, partial(set_advantages, critic)))
     return replace(run, learner=learner, advantage=compare_for_pruning,
-                   after_update=(*run.after_update, partial(fit_values, critic)),
-                   warnings=(*run.warnings, partial(warn_too_short, cfg.advantage.alpha)))
+                   after_update=(*run.after_update, partial(fit_values, critic)))
 
 
 def compare_for_pruning(groups: list[Group], rewards: Rewards, settings: Gae) -> Tensor:
@@ -128,27 +127,12 @@ def advantages(critic: CriticLearner, learner: Learner, minibatch: Minibatch, ro
     last_S = row.segment_C.bincount().cumsum(0) - 1  # place of each completion's last token
     cut_S = value_C[last_S] if settings.bootstrap == "prev" else after_S
     samples = [minibatch.groups[n].samples[g] for n, g in row.members]
-    pending_S = torch.tensor([sample.pending for sample in samples], device=value_C.device)
-    end_S = torch.where(pending_S, cut_S, rewards_of(minibatch, row).to(cut_S))
+    goes_on_S = torch.tensor([sample.pending for sample in samples], device=value_C.device)
+    end_S = torch.where(goes_on_S, cut_S, rewards_of(minibatch, row).to(cut_S))
     lam_S = torch.full_like(end_S, settings.lam)
     if settings.alpha is not None:
-        length_S = torch.tensor([sample.own for sample in samples])
-        lam_S = adaptive_lambda(length_S.to(end_S), settings.alpha)
+        lam_S = adaptive_lambda(end_S.new_tensor([sample.own for sample in samples]), settings.alpha)
     return gae(value_C, end_S, row.segment_C, lam_S)
-
-
-def warn_too_short(alpha: float | None, step: int, batch: Batch) -> str:
-    """Warn in the first step if advantage.alpha gives most responses a lambda of 0; else return ""."""
-    if step > 1 or not alpha:
-        return ""
-    lengths = [s.own for group in batch.groups for s in group.samples]
-    lam_S = adaptive_lambda(torch.tensor(lengths, dtype=torch.float64), alpha)
-    at_zero = int((lam_S <= 0).sum())
-    if at_zero <= len(lam_S) / 2:
-        return ""
-    return (
-        f"advantage.alpha={alpha} gives {at_zero} of {len(lam_S)} responses a lambda of 0: they are too "
-        "short for it, and see hardly further than the next value; 1 to 1.5 suit them")
 
 
 def fit_values(critic: CriticLearner, learner: Learner, rolled: Rolled, step: int, clock: Clock) -> Metrics:
@@ -158,33 +142,32 @@ def fit_values(critic: CriticLearner, learner: Learner, rolled: Rolled, step: in
     uses the values before a mini-batch was learnt from, and the rewards, also if the target is another.
     Raises NotFinite.
     """
-    sums = dict.fromkeys(SUMS, 0.0)
+    sums = dict.fromkeys(("loss", "tokens", "reward", "reward_squared", "error", "error_squared"), 0.0)
     norms = []
     rate = learning_rate(step, critic.optim, learner.steps)
-
-    def not_finite(what: str) -> NotFinite:
-        return NotFinite(f"critic's {what}", step=step + 1, records=rolled)
-
     with clock.phase("pack"):
         minibatches = split_minibatches(critic, learner, rolled, step)
-        batches = [[(row, rewards_of(minibatch, row)) for row in learner.rows(minibatch)]
-                   for minibatch in minibatches]
+        packed = [learner.rows(minibatch) for minibatch in minibatches]
     with clock.phase("score"):
-        targets = [[critic_target(critic, learner, row, reward_S) for row, reward_S in pairs]
-                   for pairs in batches]
+        batches = []
+        for minibatch, rows in zip(minibatches, packed, strict=True):
+            rewards = [rewards_of(minibatch, row) for row in rows]
+            targets = [critic_target(critic, learner, *pair) for pair in zip(rows, rewards, strict=True)]
+            batches.append([*zip(rows, rewards, targets, strict=True)])
     with clock.phase("critic"):
         for epoch in range(critic.settings.epochs):
-            for pairs, row_targets in zip(batches, targets, strict=True):
+            for batch in batches:
                 try:
-                    for (row, reward_S), target_C in zip(pairs, row_targets, strict=True):
+                    for row, reward_S, target_C in batch:
                         loss, value_C = add_value_gradient(critic, learner, row, target_C)
                         sums["loss"] += loss
-                        if epoch == 0 and row.counts:
+                        if epoch == 0 and row.counts:  # not one that only keeps the rank in step
                             add_errors(sums, reward_S[row.segment_C].double(), value_C)
                 except torch.OutOfMemoryError as error:
-                    raise out_of_memory([row for row, _ in pairs], learner.sequence, error) from None
-                norms.append(optimizer_step(critic.model, critic.optimizers, rate, critic.optim.clip_norm,
-                                            sums["loss"], not_finite))
+                    raise out_of_memory([row for row, *_ in batch], learner.sequence, error) from None
+                norms.append(optimizer_step(
+                    critic.model, critic.optimizers, rate, critic.optim.clip_norm, sums["loss"],
+                    lambda what: NotFinite(f"critic's {what}", step + 1, rolled)))
     return {"critic/lr": rate} | value_metrics(sums, norms)
 
 
@@ -197,11 +180,9 @@ def split_minibatches(critic: CriticLearner, learner: Learner, rolled: Rolled, s
     G = reward_NG.shape[1]
     ended_NG = ~pending(groups, G) & ~reward_NG.isnan()
     len_NG = lengths(groups, G)
-    weights = [draw.weight for draw in rolled.kept]
-    weight_N1 = torch.tensor(weights, dtype=torch.float64)[:, None]
+    weight_N1 = torch.tensor([[draw.weight] for draw in rolled.kept], dtype=torch.float64)
     ended_K = ended_NG.flatten().nonzero()[:, 0]
-    seed = dist.seed_for(learner.seed, step, "critic")
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(dist.seed_for(learner.seed, step, "critic"))
     shuffled_K = ended_K[torch.randperm(len(ended_K), generator=generator)]
     minibatches = []
     for members_K in shuffled_K.tensor_split(critic.settings.minibatches):
@@ -210,8 +191,7 @@ def split_minibatches(critic: CriticLearner, learner: Learner, rolled: Rolled, s
             keep_NG.view(-1)[members_K] = True
             weight_NG = keep_NG * weight_N1
             weight_NG = weight_NG / (len_NG * weight_NG).sum()
-            zeros_NG = torch.zeros_like(reward_NG)
-            minibatches.append(Minibatch(groups, keep_NG, zeros_NG, weight_NG, reward_NG))
+            minibatches.append(Minibatch(groups, keep_NG, torch.zeros_like(reward_NG), weight_NG, reward_NG))
     return minibatches
 
 
@@ -223,27 +203,17 @@ def critic_target(critic: CriticLearner, learner: Learner, row: Row, reward_S: T
         return reward_S[row.segment_C]
     value_C, _ = critic.values(learner, row)
     reward_S = reward_S.to(value_C)
-    lam_S = torch.full_like(reward_S, lam)
-    return value_C + gae(value_C, reward_S, row.segment_C, lam_S)
-
-
-def value_loss(value_C: Tensor, target_C: Tensor, weight_C: Tensor) -> Tensor:
-    """Compute half the weighted sum of a critic's squared errors."""
-    return (weight_C * (value_C - target_C).square()).sum() / 2
+    return value_C + gae(value_C, reward_S, row.segment_C, torch.full_like(reward_S, lam))
 
 
 def add_value_gradient(critic: CriticLearner, learner: Learner, row: Row, target_C: Tensor,
                        ) -> tuple[Tensor, Tensor]:
-    """Add a row's gradient to the critic's; returns its loss and its values, [C]."""
+    """Add a row's gradient to the critic's, of half the weighted sum of squared errors; returns this loss and
+    the values, [C]."""
     value_C, _ = critic.values(learner, row)
-    loss = value_loss(value_C, target_C, row.weight_C)
+    loss = (row.weight_C * (value_C - target_C).square()).sum() / 2
     loss.backward()
     return loss.detach(), value_C.detach()
-
-
-# Sums over the rows that a rank passes through the critic in one step. All but the loss are of the first
-# pass, without the rows that only keep the rank in step.
-SUMS = ("loss", "tokens", "reward", "reward_squared", "error", "error_squared")
 
 
 def add_errors(sums: dict[str, Tensor | float], reward_C: Tensor, value_C: Tensor) -> None:
@@ -264,14 +234,12 @@ def value_metrics(sums: dict[str, Tensor | float], norms: list[float]) -> Metric
     metrics = {"critic/tokens": int(tokens)}
     if not norms:
         return metrics
-    reward = total["reward"] / tokens
-    error = total["error"] / tokens
-    square = total["reward_squared"] / tokens
+    reward, error, square = (total[name] / tokens for name in ("reward", "error", "reward_squared"))
     variance = square - reward ** 2
-    unexplained = total["error_squared"] / tokens - error ** 2
     metrics["critic/loss"] = total["loss"] / len(norms)
     metrics["critic/grad_norm"] = sum(norms) / len(norms)
     metrics["critic/value"] = reward - error
     if variance > 1e-12 * square:  # equal rewards vary by rounding alone
+        unexplained = total["error_squared"] / tokens - error ** 2
         metrics["critic/explained_variance"] = 1 - unexplained / variance
     return metrics

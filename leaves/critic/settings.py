@@ -14,7 +14,9 @@ class Gae(Comparison):
     compares, by_model = False, True
     kind: Literal["gae"] = "gae"
     lam: ZeroToOne = 0.95          # lambda of the policy's advantage
-    alpha: Positive | None = None  # in place of lam, 1 - 1 / (alpha x length); VAPO has 0.05
+    # In place of lam, 1 - 1 / (alpha x length), and 0 up to 1 / alpha tokens. VAPO has 0.05; for short
+    # answers take 1
+    alpha: Positive | None = None
     lam_critic: ZeroToOne = 1.0    # lambda of the critic's target; 1: the reward itself
     bootstrap: Literal["prev", "true"] = "prev"  # value behind a cut: of the state before (EGAE), or its own
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import (
-    as_batch,
     as_rolled,
     attend_alone,
     gradients,
@@ -23,7 +22,6 @@ from learner import Learner
 from leaves.critic import join as critic
 from leaves.windows.join import Piece
 from metrics import Clock
-from prune import keep_all
 from records import PromptDraw, Rolled, Row
 
 LENGTHS, PROMPTS = [[3, 9, 5, 2], [4, 1, 7, 8]], [5, 3]
@@ -223,19 +221,3 @@ def test_pretraining_leaves_the_policy(tmp_path):
     assert rates == [None, cfg.optim.lr / 2, cfg.optim.lr]
     assert [line["critic/lr"] for line in lines] == pytest.approx([cfg.critic.lr * k / 3 for k in (1, 2, 3)])
     assert "train/loss" not in lines[0] and "critic/loss" in lines[0]
-
-
-def test_short_responses_are_warned_of():
-    groups = make_groups([[30, 9], [5, 2]], PROMPTS)
-    batch = as_batch(groups, REWARD_NG[:, :2], keep_all(REWARD_NG[:, :2]))
-    for alpha, told in ((0.05, True), (1.0, False)):
-        warning = critic.warn_too_short(alpha, 1, batch)
-        assert ("advantage.alpha=0.05 gives 3 of 4 responses" in warning) == told
-    assert critic.warn_too_short(None, 1, batch) == ""
-
-
-def test_the_value_loss_is_half_the_weighted_squared_error():
-    value_C = torch.tensor([1.0, 2.0, 4.0], requires_grad=True)
-    loss = critic.value_loss(value_C, torch.tensor([0.0, 2.0, 1.0]), torch.tensor([0.5, 0.5, 0.25]))
-    assert loss.item() == 0.5 * (0.5 * 1 + 0.25 * 9)
-    assert torch.autograd.grad(loss, value_C)[0].tolist() == [0.5, 0, 0.75]

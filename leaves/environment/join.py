@@ -21,7 +21,6 @@ from infra.tokenizer import Tokenizer
 from infra.user_files import read_file
 from leaves.environment.file import EnvironmentFile, open_environment
 from leaves.environment.replies import Splicer
-from model import Decoder
 from records import Batch, Metrics, Request, Rolled, Sample, frozen
 from rollout import Engine
 from verify.workers import Call
@@ -167,17 +166,9 @@ class EnvironmentEngine:
         if file.tools and file.format != "plain":  # else it is known when the file replies
             self.splicer.require_fit(("tool",))
         self.lock_step = lock_step  # ranks share an engine, so all sample as many turns (tensor_parallel)
-        self.eos_ids = engine.eos_ids
 
-    def sync(self, policy: Decoder) -> None:
-        self.engine.sync(policy)
-
-    def sleep(self) -> None:
-        self.engine.sleep()
-
-    @property
-    def peak_bytes(self) -> int:
-        return getattr(self.engine, "peak_bytes", 0)
+    def __getattr__(self, name: str) -> Any:  # all but `generate` is the engine's
+        return getattr(self.engine, name)
 
     def generate(
         self,

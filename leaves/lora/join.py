@@ -30,17 +30,9 @@ from torch import Tensor, nn
 from infra import dist
 from infra.checkpoint import load_policy_into, read_extra, require_same_inputs
 from infra.export import replace_folder
-from infra.weights import (
-    find_mismatches,
-    hf_name,
-    load_weights,
-    named_weights,
-    read_tensors,
-    require_own_files,
-    shapes_of,
-)
+from infra.weights import compare_shapes, load_weights, read_tensors, require_own_files
 from leaves.lora.settings import Lora
-from model import Decoder, Projection, empty_model
+from model import Decoder, Projection, empty_model, hf_name
 from policy import Weights, hash_weights
 from records import frozen
 from settings.loader import ConfigError, read_json
@@ -80,13 +72,11 @@ class Adapted(Projection):
         super().__init__(
             linear.in_features, linear.out_features, bias, device="meta", dtype=linear.weight.dtype)
         self.requires_grad_(False)
-        self.settings = settings
         self.scale = settings.alpha / settings.rank
         self.adapter = "lora"  # the adapter that `forward` adds; "initial", or none, for the initial policy
-        size_A = settings.rank, self.in_features
-        size_B = self.out_features, settings.rank
+        sizes = {"A": (settings.rank, self.in_features), "B": (self.out_features, settings.rank)}
         for name in ("lora", "initial") if settings.path else ("lora",):
-            for factor, size in (("A", size_A), ("B", size_B)):
+            for factor, size in sizes.items():
                 empty = torch.empty(size, device="meta", dtype=wide)
                 setattr(self, f"{name}_{factor}", nn.Parameter(empty, requires_grad=name == "lora"))
 
@@ -120,7 +110,12 @@ class Adapters(Weights):
         adapt(model, self.cfg.model.lora, dtype)
 
     def fill(self, model: Decoder, source: Path) -> None:
-        load_with_adapters(model, self.cfg, source)
+        """Load the weights of a folder, and give adapters their first values. Raises ConfigError as
+        `read_adapter`."""
+        own = self.cfg.model.lora
+        stored = read_adapter(model, own) if own.path else {}
+        load_weights(model, source)
+        initialise(model, stored, self.cfg.seed)
 
     def initial(self, policy: Decoder) -> "InitialPolicy":
         return InitialPolicy(policy)
@@ -139,14 +134,15 @@ class Adapters(Weights):
         load_weights(model.to_empty(device="cpu"), folder)
         trained_in = getattr(torch, self.cfg.model.dtype)
         with torch.no_grad():
-            for _, p in named_weights(model):
+            for _, p in model.named_hf_tensors(merged=False):
                 p.copy_(p.to(trained_in))
         return load_policy_into(path, model)
 
     def export(self, model: Decoder, source: Path, folder: Path, texts: dict[str, str]) -> None:
         """Write the weights with the adapters merged into them and, beside them, the adapters alone."""
         Weights.export(self, model, source, folder, texts)
-        export_adapter(model, self.cfg.model.path, folder.with_name(f"{folder.name}_adapter"))
+        own = self.cfg.model
+        export_adapter(model, own.lora, own.path, folder.with_name(f"{folder.name}_adapter"))
 
 
 def weights(cfg: Any, plain: Weights) -> Weights:
@@ -169,16 +165,6 @@ def adapt(model: Decoder, settings: Lora, dtype: torch.dtype) -> None:
                 block.set_submodule(name, Adapted(layers[name], settings, wide))
 
 
-def load_with_adapters(model: Decoder, cfg: Any, source: Path) -> None:
-    """Load the weights of a folder, and give adapters their first values.
-
-    Raises ConfigError as `read_adapter`.
-    """
-    stored = read_adapter(model, cfg.model.lora) if cfg.model.lora.path else {}
-    load_weights(model, source)
-    initialise(model, stored, cfg.seed)
-
-
 @torch.no_grad()
 def initialise(model: Decoder, stored: dict[str, Tensor], seed: int) -> None:
     """Give adapters their first values, `stored` or drawn, the same on any number of ranks."""
@@ -186,8 +172,7 @@ def initialise(model: Decoder, stored: dict[str, Tensor], seed: int) -> None:
         generator = torch.Generator().manual_seed(dist.seed_for(seed, name, "lora"))
         bound = layer.in_features ** -0.5
         drawn_A = torch.empty(layer.lora_A.shape).uniform_(-bound, bound, generator=generator)
-        drawn_B = torch.zeros(layer.lora_B.shape)
-        for factor, drawn in (("A", drawn_A), ("B", drawn_B)):
+        for factor, drawn in (("A", drawn_A), ("B", torch.zeros(layer.lora_B.shape))):
             value = stored.get(stored_name(name, factor), drawn)
             for kind in ("lora", "initial"):
                 matrix = getattr(layer, f"{kind}_{factor}", None)
@@ -245,32 +230,30 @@ def read_adapter(model: Decoder, settings: Lora) -> dict[str, Tensor]:
                 f"model.lora.{setting}={asked} must be {said.get(key)}, which the adapter at {named} has; "
                 "set it so")
     stored = read_tensors([folder / WEIGHTS])
-    expected = {}
-    for name, layer in find_adapters(model).items():
-        for factor in "AB":
-            expected[stored_name(name, factor)] = tuple(getattr(layer, f"lora_{factor}").shape)
-    shapes = shapes_of(stored.items())
-    if wrong := find_mismatches(expected, shapes):
-        key = wrong[0]
+    if wrong := compare_shapes(stored.items(), named_factors(model)):
         raise ConfigError(
-            f"{named} does not fit model.path and model.lora.targets={settings.targets} at {len(wrong)} "
-            f"tensors, e.g. {key}: {shapes.get(key, 'missing')} there and "
-            f"{expected.get(key, 'missing')} here; take the base and the layers that it was trained on")
+            f"{named} does not fit model.path and model.lora.targets={settings.targets} at {wrong}; take the "
+            "base and the layers that it was trained on")
     return stored
 
 
-def export_adapter(model: Decoder, base: str, folder: Path) -> None:
-    """Write the adapter of a model, if it has one, as PEFT does, for PeftModel.from_pretrained. Collective;
-    rank 0 writes."""
-    tensors = {}
+def named_factors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the factors that are trained, by their names in a file."""
     for name, layer in find_adapters(model).items():
         for factor in "AB":
-            tensor = dist.gather_full(getattr(layer, f"lora_{factor}").detach())
-            if dist.rank() == 0:
-                tensors[stored_name(name, factor)] = tensor.to("cpu", copy=True).contiguous()
+            yield stored_name(name, factor), getattr(layer, f"lora_{factor}")
+
+
+def export_adapter(model: Decoder, settings: Lora, base: str, folder: Path) -> None:
+    """Write the adapter of a model as PEFT does, for PeftModel.from_pretrained. Collective; rank 0 writes."""
+    tensors = {}
+    for name, factor in named_factors(model):
+        tensor = dist.gather_full(factor.detach())
+        if dist.rank() == 0:
+            tensors[name] = tensor.to("cpu", copy=True).contiguous()
     if not tensors:
         return
-    settings, path = layer.settings, find_path(base)
+    path = find_path(base)
     said = PLAIN_PEFT | {
         "r": settings.rank,
         "lora_alpha": settings.alpha,

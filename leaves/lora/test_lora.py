@@ -23,7 +23,7 @@ from leaves.lora import join as lora
 from leaves.lora.settings import Lora
 from model import Decoder, empty_model
 from pack import Minibatch
-from policy import load_policy
+from policy import weights_of
 from settings.loader import ConfigError
 
 NAMED = {"attention": ["q_proj", "k_proj", "v_proj", "o_proj"], "mlp": ["gate_proj", "up_proj", "down_proj"]}
@@ -64,7 +64,7 @@ def test_logits_and_gradients_are_pefts_and_both_exports_have_them(kind, targets
     with Doubled():
         ours = ours_on(folder, settings)
         assert [name.rpartition(".")[2] for name in lora.find_adapters(ours)] == 2 * NAMED[targets]
-        lora.export_adapter(ours, "base", tmp_path / "adapter")
+        lora.export_adapter(ours, settings, "base", tmp_path / "adapter")
         base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
         theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
         expected_CV = logits_of(theirs)
@@ -126,7 +126,7 @@ def test_an_adapter_of_pefts_is_gone_on_from_and_the_kl_is_to_the_policy_with_it
         assert (log_probs(made.policy) - before_C).abs().max() > 1e-3
     assert not torch.allclose(before_C, log_probs(load(tiny, torch.float64)), atol=1e-3)
     exported = tmp_path / "again"
-    lora.export_adapter(made.policy, "base", exported)
+    lora.export_adapter(made.policy, Lora(3, 6.0), "base", exported)
     kept = load_file(exported / "adapter_model.safetensors")
     assert kept.keys() == load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()
 
@@ -227,7 +227,7 @@ def test_an_adapter_goes_on_on_its_own_base_alone(tiny, tmp_path):
     with pytest.raises(ConfigError, match=said):
         train.train(short(run, base, "steps=2"), resume="always")
     with pytest.raises(ConfigError, match=said):
-        load_policy(step, base, torch.float32)
+        weights_of(step).policy(step, base, torch.float32)
 
 
 def test_an_adapter_goes_on_from_its_own_first_one_alone(tiny, tmp_path):
@@ -242,7 +242,8 @@ def test_an_adapter_goes_on_from_its_own_first_one_alone(tiny, tmp_path):
     save_file({name: 2 * t for name, t in load_file(file).items()}, file)
     with pytest.raises(ConfigError, match=r"was trained with weights of sha256 \w* at model.lora.path, where"):
         train.train(short(tmp_path / "run", tiny, "steps=3", *settings), resume="always")
-    load_policy(tmp_path / "run" / "checkpoints" / "step_000002", tiny, torch.float32)
+    step = tmp_path / "run" / "checkpoints" / "step_000002"
+    weights_of(step).policy(step, tiny, torch.float32)
 
 
 @pytest.mark.parametrize(("written", "asked", "message"), [
@@ -253,10 +254,10 @@ def test_an_adapter_goes_on_from_its_own_first_one_alone(tiny, tmp_path):
     ({"bias": "all"}, [], "its bias='all' must be 'none'"),
     ({"rank_pattern": {"q_proj": 2}}, [], "its rank_pattern={'q_proj': 2} must be {}"),
     ({"target_modules": ALL[:4]}, [],
-     r"does not fit model.path and model.lora.targets=all at 12 tensors, e.g. .*down_proj.lora_A.weight: missing there "
+     r"does not fit model.path and model.lora.targets=all at 12 tensors, e.g. .*down_proj.lora_A.weight: nothing there "
      r"and \(3, 48\) here; take the base and the layers that it was trained on"),
     ({}, ["model.lora.targets=attention"],
-     r"targets=attention at 12 tensors, e.g. .*: \(3, 48\) there and missing here"),
+     r"targets=attention at 12 tensors, e.g. .*: \(3, 48\) there and nothing here"),
 ])
 def test_an_adapter_that_is_not_what_the_settings_say_is_refused(written, asked, message, tiny, tmp_path):
     written_by_peft(tiny, tmp_path / "adapter", **written)

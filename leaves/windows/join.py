@@ -14,8 +14,8 @@ T-PPO: a step has one window and trains on its tokens at once. Every completion 
 and new prompts take the places of completions that have ended; fewer places than a group needs may stay
 empty.
 
-`Pool` replaces the history of prompts, `WindowSampler` the sampler; the loop is the same. pack.window is
-something else: the sequences that packing chooses from.
+A `Pool` replaces both the history of prompts and the sampler; the loop is the same. pack.window is something
+else: the sequences that packing chooses from.
 """
 
 from dataclasses import fields, replace
@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from collect import Sampler, rank_informative
-from config import Rollout
 from history import PromptHistory, sample_seed
 from infra.dist import seed_for
 from leaves.windows.settings import Windows
@@ -81,6 +80,7 @@ class Turn(PromptDraw):
 
     copy: int = 0          # which of the prompt's completions, if each is a group of its own (T-PPO)
     age: int = 0           # steps since it was drawn
+    so_far: tuple[Piece, ...] = ()  # of its group
 
     @property
     def noted(self) -> dict:
@@ -94,16 +94,12 @@ class OpenGroup(Group):
     offered: bool = True
 
 
-Begun = tuple[Turn, tuple[Piece, ...]]  # a group that goes on or waits
-
-
 def parts(cfg: Any, run: Any) -> Any:
-    """Give a run a pool of groups, and a sampler that goes on with them."""
+    """Give a run a pool of groups, which go on."""
     if not (cfg.windows.tokens or cfg.windows.max_age):
         return run
-    pool = Pool(run.history, cfg.rollout, cfg.windows, getattr(run.engine, "sample_class", Sample))
-    return replace(run, history=pool, sampler=WindowSampler(run.sampler, pool),
-                   measures=(*run.measures, age_metrics))
+    pool = Pool(run.history, run.sampler, cfg.windows, getattr(run.engine, "sample_class", Sample))
+    return replace(run, history=pool, sampler=pool, measures=(*run.measures, age_metrics))
 
 
 def age_metrics(rolled: Rolled, batch: Batch) -> Metrics:
@@ -121,35 +117,39 @@ def age_metrics(rolled: Rolled, batch: Batch) -> Metrics:
 
 
 class Pool(PromptHistory):
-    """The history of prompts, and the groups that were begun in earlier steps and not trained on yet."""
+    """The groups that were begun in earlier steps and not trained on yet; as a sampler, it samples windows of
+    every completion until a step has enough, and scores the groups that go on no more."""
 
-    def __init__(self, history: PromptHistory, sampling: Rollout, settings: Windows, sample_class: type):
+    def __init__(self, history: PromptHistory, sampler: Sampler, settings: Windows, sample_class: type):
         super().__init__(history.prompts, history.pruning, history.seed, history.middle)
-        self.adapts = sampling.until == "informative"
-        self.sampling, self.settings, self.sample_class = sampling, settings, sample_class
+        self.sampler, self.sampling, self.settings = sampler, sampler.sampling, settings
+        self.sample_class = sample_class
+        self.adapts = self.sampling.until == "informative"
         self.one_by_one = settings.max_age is None  # T-PPO: a completion is a group of its own
-        self.begun: list[Begun] = []
+        self.width = 1 if self.one_by_one else self.sampling.group_size  # completions of a group
+        self.begun: list[Turn] = []
 
     def draw(self, count: int) -> list[Turn]:
         """Take the turns of all groups that were begun, then new prompts while there is room."""
-        copies = self.sampling.group_size if self.one_by_one else 1
+        copies = self.sampling.group_size // self.width
         room = int(self.settings.in_flight * count) * copies - len(self.begun)
         new = []
         for draw in super().draw(max(0, room) // copies):
             new += [take_turn(draw, copy) for copy in range(copies)]
-        going_on = [draw for draw, _ in self.begun]
-        return interleave(going_on, new)
+        return interleave(self.begun, new)
 
     def recall(self, lines: list[dict]) -> list[Turn]:
-        return [take_turn(draw, line.get("copy", 0), line.get("age", 0))
-                for draw, line in zip(super().recall(lines), lines, strict=True)]
+        begun = {turn_key(turn): turn.so_far for turn in self.begun}
+        turns = [take_turn(draw, line.get("copy", 0), line.get("age", 0))
+                 for draw, line in zip(super().recall(lines), lines, strict=True)]
+        return [replace(turn, so_far=begun.get(turn_key(turn), ())) for turn in turns]
 
     def record(self, rolled: Rolled) -> None:
         """Keep the groups that go on. The others are remembered if prune.prompts needs them."""
         self.begun = []
-        for draw, group in zip(rolled.kept, rolled.groups, strict=True):
+        for turn, group in zip(rolled.kept, rolled.groups, strict=True):
             if group.samples[0].pending:
-                self.keep(draw, group)
+                self.keep(turn, group)
         super().record(rolled)
 
     def adapt(self, rolled: Rolled) -> None:
@@ -162,54 +162,37 @@ class Pool(PromptHistory):
             if draw.age + 1 + i // N <= self.settings.max_age:
                 self.keep(draw, rolled.groups[n])
 
-    def keep(self, draw: Turn, group: Group) -> None:
-        self.begun.append((replace(draw, age=draw.age + 1), group.samples))
+    def keep(self, turn: Turn, group: Group) -> None:
+        self.begun.append(replace(turn, age=turn.age + 1, so_far=group.samples))
 
     def state(self) -> dict:
         pool = []
-        for draw, pieces in self.begun:
+        for turn in self.begun:
             kept = []
-            for sample in (piece.sample for piece in pieces):
-                ids = torch.frombuffer(sample.ids, dtype=torch.int32)
-                logp = torch.frombuffer(sample.logp, dtype=torch.float64)
-                others = [getattr(sample, f.name) for f in fields(sample)[3:]]  # of an environment's
-                kept.append((ids, logp, sample.finished, *others))
-            turn = draw.epoch, draw.prob, draw.weight, draw.number, draw.copy, draw.age
-            pool.append((*turn, kept))
+            for piece in turn.so_far:
+                ids, logp, *others = (getattr(piece.sample, f.name) for f in fields(piece.sample))
+                arrays = torch.frombuffer(ids, dtype=torch.int32), torch.frombuffer(logp, dtype=torch.float64)
+                kept.append((*arrays, *others))
+            pool.append((turn.epoch, turn.prob, turn.weight, turn.number, turn.copy, turn.age, kept))
         return super().state() | {"pool": pool}
 
     def restore(self, state: dict) -> None:
         super().restore(state)
         self.begun = []
         for *turn, kept in state["pool"]:
-            draw = Turn(self.prompts[turn[3]], *turn)
             samples = [self.sample_class(ids.tolist(), logp.tolist(), *others) for ids, logp, *others in kept]
-            self.begun.append((draw, tuple(map(Piece, samples))))
-
-
-@frozen
-class WindowSampler:
-    """Sample windows of every completion until a step has enough, and score what goes on no more."""
-
-    sampler: Sampler
-    pool: Pool
+            self.begun.append(Turn(self.prompts[turn[3]], *turn, so_far=tuple(map(Piece, samples))))
 
     def rollout(self, draws: list[Turn]) -> list[Group]:
         """Go on with the groups of the pool, and begin one for each new draw that is kept."""
-        begun = {turn_key(draw): samples for draw, samples in self.pool.begun}
-        width = 1 if self.pool.one_by_one else self.pool.sampling.group_size
         kept = [draw for draw in draws if draw.kept]
-        groups = []
-        for draw in kept:
-            so_far = begun.get(turn_key(draw), ())
-            groups.append([self.carry(sample) for sample in so_far] or [None] * width)
-        skipped = len(draws) - len(kept)
+        groups = [[self.carry(piece) for piece in draw.so_far] or [None] * self.width for draw in kept]
         leaving = None
         while leaving is None:
             self.advance(kept, groups)
-            leaving = self.find_leaving(kept, groups, skipped)
+            leaving = self.find_leaving(kept, groups, len(draws) - len(kept))
         rolled = []
-        one_window = self.pool.settings.in_flight == 1  # is a step, which trains on its tokens at once
+        one_window = self.settings.in_flight == 1  # is a step, which trains on its tokens at once
         for n, draw in enumerate(kept):
             pieces = [replace(piece, pending=n not in leaving) for piece in groups[n]]
             rolled.append(OpenGroup(draw.prompt, tuple(pieces), one_window or n in leaving))
@@ -217,26 +200,26 @@ class WindowSampler:
 
     def carry(self, piece: Piece) -> Piece:
         """Mark the tokens of a completion as those of earlier steps."""
-        if self.pool.one_by_one:
+        if self.one_by_one:
             return replace(piece, start=piece.length, pending=False)
         return replace(piece, old=piece.length, pending=False)
 
     def advance(self, draws: list[Turn], groups: list[list[Piece | None]]) -> None:
         """Sample the next window of every completion that is not whole, in place."""
-        limit, window = self.pool.sampling.max_new_tokens, self.pool.settings.tokens
+        limit = self.sampling.max_new_tokens
         places, requests = [], []
         for n, draw in enumerate(draws):
             for g, piece in enumerate(groups[n]):
+                if piece and piece.is_whole(limit):
+                    continue
                 room = limit - (piece.own if piece else 0)
-                if not (piece and piece.is_whole(limit)):
-                    places.append((n, g))
-                    seed = sample_seed(self.sampler.seed, draw.epoch, draw.prompt.id, draw.copy + g)
-                    if piece:  # engines always start at the beginning of a seed's stream
-                        seed = seed_for(seed, piece.length)
-                    so_far = piece and piece.sample
-                    requests.append(Request(draw.prompt, seed, min(window or room, room), so_far))
-        samples = self.sampler.complete(requests)
-        for (n, g), sample in zip(places, samples, strict=True):
+                seed = sample_seed(self.seed, draw.epoch, draw.prompt.id, draw.copy + g)
+                if piece:  # engines always start at the beginning of a seed's stream
+                    seed = seed_for(seed, piece.length)
+                window = min(self.settings.tokens or room, room)
+                requests.append(Request(draw.prompt, seed, window, piece and piece.sample))
+                places.append((n, g))
+        for (n, g), sample in zip(places, self.sampler.complete(requests), strict=True):
             piece = groups[n][g]
             groups[n][g] = replace(piece, sample=piece.sample.joined(sample)) if piece else Piece(sample)
 
@@ -245,31 +228,28 @@ class WindowSampler:
 
         Prompts that are skipped count among the N that the step is offered.
         """
-        settings, sampling = self.pool.settings, self.pool.sampling
+        sampling = self.sampling
         whole = [n for n, pieces in enumerate(groups)
                  if all(piece.is_whole(sampling.max_new_tokens) for piece in pieces)]
-        if settings.in_flight == 1:  # one window is a step
+        if self.settings.in_flight == 1:  # one window is a step
             return whole
         whole.sort(key=lambda n: -draws[n].age)
-        due = {n for n, draw in enumerate(draws) if draw.age >= settings.max_age}
+        due = {n for n, draw in enumerate(draws) if draw.age >= self.settings.max_age}
         needed = max(sampling.prompts_per_step - skipped, len(due))
-        if len(whole) < needed or not due <= set(whole):
-            return None
-        return whole[:needed]
+        return whole[:needed] if len(whole) >= needed and due <= set(whole) else None
 
     def score(self, groups: list[Group]) -> Rewards:
         """Score the groups that go on no more. In every component the others have 0 in T-PPO, which trains on
         them too, or else nan, no reward; and 0 tokens."""
         places = [n for n, group in enumerate(groups) if not group.samples[0].pending]
         rewards = self.sampler.score([groups[n] for n in places])
-        places_N = torch.tensor(places, dtype=torch.long)
-        width = len(groups[0].samples) if groups else self.pool.sampling.group_size
 
         def among_all(value_NG: Tensor, missing: float) -> Tensor:
-            missing_NG = value_NG.new_full((len(groups), width), missing)
-            return missing_NG.index_copy(0, places_N, value_NG.view(-1, width))
+            all_NG = value_NG.new_full((len(groups), self.width), missing)
+            all_NG[places] = value_NG.view(-1, self.width)
+            return all_NG
 
-        missing = 0.0 if self.pool.one_by_one else torch.nan
+        missing = 0.0 if self.one_by_one else torch.nan
         components = {name: among_all(value_NG, missing) for name, value_NG in rewards.components.items()}
         return replace(rewards, components=components, tokens_NG=among_all(rewards.tokens_NG, 0))
 
