@@ -131,10 +131,7 @@ class Projection(nn.Linear):
     def forward(self, x_TI: Tensor) -> Tensor:
         if not self.rounds:
             return super().forward(x_TI)
-        if torch.is_grad_enabled():
-            out_TO = RoundedProduct.apply(x_TI, self.weight)
-        else:
-            out_TO = rounded_product(x_TI, self.weight.T)
+        out_TO = RoundedProduct.apply(x_TI, self.weight)
         return out_TO if self.bias is None else out_TO + self.bias
 
 
@@ -145,11 +142,9 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = shape.head_dim
         width = shape.hidden_size
-        query = shape.heads * shape.head_dim
-        key = shape.kv_heads * shape.head_dim
-        self.q_proj = Projection(width, query, bias=shape.qkv_bias)
-        self.k_proj = Projection(width, key, bias=shape.qkv_bias)
-        self.v_proj = Projection(width, key, bias=shape.qkv_bias)
+        query, key = (heads * shape.head_dim for heads in (shape.heads, shape.kv_heads))
+        self.q_proj, self.k_proj, self.v_proj = (
+            Projection(width, size, bias=shape.qkv_bias) for size in (query, key, key))
         self.o_proj = Projection(query, width, bias=shape.out_bias)
         self.q_norm = self.k_norm = nn.Identity()
         if shape.qk_norm == "head":
@@ -163,10 +158,9 @@ class Attention(nn.Module):
     def forward(self, x_TD: Tensor, turn: tuple) -> tuple[Tensor, Tensor, Tensor]:
         cos_TE, sin_TE, scale = turn
         by_head = -1, self.head_dim
-        q_THE = self.q_proj(x_TD).unflatten(-1, by_head)
-        k_THE = self.k_proj(x_TD).unflatten(-1, by_head)
+        q_THE = self.q_norm(self.q_proj(x_TD).unflatten(-1, by_head))
+        k_THE = self.k_norm(self.k_proj(x_TD).unflatten(-1, by_head))
         v_THE = self.v_proj(x_TD).unflatten(-1, by_head)
-        q_THE, k_THE = self.q_norm(q_THE), self.k_norm(k_THE)
         if cos_TE is not None:
             q_THE = self.rotate(q_THE, cos_TE, sin_TE)
             k_THE = self.rotate(k_THE, cos_TE, sin_TE)
@@ -178,8 +172,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, shape: Shape):
         super().__init__()
-        width = shape.hidden_size
-        inner = shape.intermediate_size
+        width, inner = shape.hidden_size, shape.intermediate_size
         self.activate = ACTIVATIONS[shape.activation]
         self.fused = shape.family.fused_mlp
         if self.fused:
@@ -488,14 +481,22 @@ def pad_batch(segments: Segments, members: list[int]) -> tuple[Tensor, Attend]:
     query_SM = first_S + place_M.minimum(query_S - 1)
     key_place_SL = (place_L + prefix_S).clamp(min=0).minimum(query_S + prefix_S - 1)
     key_SL = segments.key_K[first_key_S + key_place_SL]
-    seen = cache(partial(mark_seen, place_M, place_L, place_L >= -prefix_S))
     real_Q = (place_M < query_S).flatten().nonzero()[:, 0]
 
     def pad(x: Tensor, index_SL: Tensor) -> Tensor:
         return x.index_select(0, index_SL.flatten()).unflatten(0, index_SL.shape).transpose(1, 2)
 
+    @cache
+    def mark_seen(window):  # None: all keys up to a query's own, without a prefix
+        reach = window or math.inf
+        if len(place_M) == len(place_L) <= reach:
+            return None
+        back_ML = place_M[:, None] - place_L  # how far a key is behind a query
+        seen_SML = (place_L >= -prefix_S)[:, None] & (back_ML >= 0) & (back_ML < reach)
+        return seen_SML[:, None]
+
     def attend(layer, q, k, v, window):
-        seen_SML = seen(window)
+        seen_SML = mark_seen(window)
         out = F.scaled_dot_product_attention(
             pad(q, query_SM),
             pad(k, key_SL),
@@ -507,15 +508,6 @@ def pad_batch(segments: Segments, members: list[int]) -> tuple[Tensor, Attend]:
         return out.transpose(1, 2).flatten(0, 1).index_select(0, real_Q)
 
     return query_SM.flatten()[real_Q], attend
-
-
-def mark_seen(place_M: Tensor, place_L: Tensor, real_SL: Tensor, window: int | None) -> Tensor | None:
-    """Mark the keys that each query of a padded batch sees. None: all up to its own, without a prefix."""
-    if len(place_M) == len(place_L) and (window is None or window >= len(place_M)):
-        return None
-    back_ML = place_M[:, None] - place_L  # how far a key is behind a query
-    seen_SML = real_SL[:, None] & (back_ML >= 0) & (back_ML < (window or math.inf))
-    return seen_SML[:, None]
 
 
 def attend_by_kernel(segments: Segments, kernel: Callable[..., Tensor]) -> Attend:

@@ -9,6 +9,7 @@ T prompt tokens,  M new tokens at most.
 
 from collections import Counter
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -31,12 +32,8 @@ def tokens_before(request: Request) -> Ids:
     return (*request.prompt.ids, *request.so_far.ids) if request.so_far else request.prompt.ids
 
 
-def sample_tokens(
-    logits_SV: Tensor,
-    uniform_S: Tensor,
-    temperature: float,
-    top_p: float,
-) -> tuple[Tensor, Tensor]:
+def sample_tokens(logits_SV: Tensor, uniform_S: Tensor, temperature: float, top_p: float,
+                  ) -> tuple[Tensor, Tensor]:
     """Draw one token per row; its log-prob is in nats, before top-p. Temperature 0 takes the likeliest.
 
     The token is the first with a cumulative probability above uniform_S in [0, 1): the draw is a function of
@@ -108,15 +105,14 @@ class Cache:
             rows += range(len(self.held), len(self.held) + added)
             self.held += [-1] * added
             for layer, pair in enumerate(self.of_prompts):
-                self.of_prompts[layer] = F.pad(pair, (0, 0, 0, 0, 0, 0, 0, added))
+                self.of_prompts[layer] = F.pad(pair, (*[0] * 7, added))
         for number, row in zip(new, rows, strict=False):
             self.held[row] = number
         self.row_of = {number: row for row, number in enumerate(self.held)}
         sizes = {number: size for number in new if (size := self.size(number)) > 1}
         for together in group_by_size(sizes):
             self.prefill(together)
-        row_S = [self.row_of.get(number, 0) for number in prompt_S]
-        self.arrange(torch.tensor(row_S, device=self.device))
+        self.arrange([self.row_of.get(number, 0) for number in prompt_S])
 
     def size(self, number: int) -> int:
         """Count the tokens of a prompt; nothing is computed for one."""
@@ -154,31 +150,28 @@ class Cache:
 
         return self.model.hidden(ids_T, position_T, keep)
 
-    def arrange(self, row_S: Tensor) -> None:
-        """Lay out the queries by the rows of their prompts: one place in each row before the first row that
-        several slots answer, and from there on as many places as the most popular prompt needs."""
-        self.row_S = row_S
+    def arrange(self, rows: list[int]) -> None:
+        """Lay out the queries of slots by the rows of their prompts: one place in each row before the first
+        row that several slots answer, and from there on as many places as the most popular prompt needs."""
+        self.rows = rows
         lengths = [len(self.prompts[number]) - 1 for number in self.held]
-        length_P = torch.tensor(lengths, device=self.device)
         self.longest = max(lengths) or 1
-        self.length_S = length_P[row_S]
-        count_P = row_S.bincount(minlength=len(lengths))
-        by_row_S = row_S.argsort(stable=True)
-        first_P = count_P.cumsum(0) - count_P  # in that order
-        rank_S = torch.empty_like(row_S)       # among the slots of the same prompt
-        rank_S[by_row_S] = self.arange(len(row_S)) - first_P[row_S[by_row_S]]
-        first_shared = int((count_P > 1).int().argmax())
-        row_P = self.arange(len(lengths))
-        width_P = torch.where(row_P < first_shared, 1, count_P.max())
-        start_P = width_P.cumsum(0) - width_P
-        head_H = self.arange(self.heads)
-        first_S = self.heads * start_P[row_S] + rank_S
-        place_SH = first_S[:, None] + head_H * width_P[row_S, None]
-        self.place = place_SH.flatten()
-        self.slot = row_S.new_zeros(int(width_P.sum()) * self.heads)  # 0 without a slot
-        self.slot[self.place] = self.arange(len(self.place))
+        self.length_S = torch.tensor([lengths[row] for row in rows], device=self.device)
+        slots_of = Counter(rows)
+        most = max(slots_of.values())
+        first_shared = min((row for row in slots_of if slots_of[row] > 1), default=0)
+        widths = [1 if row < first_shared else most for row in range(len(lengths))]
+        starts = [*accumulate(widths, initial=0)]
+        places, before = [], Counter()  # before: slots of the same prompt
+        for row in rows:
+            first = self.heads * starts[row] + before[row]
+            places += range(first, first + self.heads * widths[row], widths[row])
+            before[row] += 1
+        self.place = torch.tensor(places, device=self.device)
+        self.slot = self.place.new_zeros(starts[-1] * self.heads)  # 0 without a slot
+        self.slot[self.place] = self.arange(len(places))
         self.cut = first_shared * self.heads
-        self.alone = torch.equal(row_S, row_P)  # one slot a row, in order
+        self.alone = rows == [*range(len(lengths))]  # one slot a row, in order
 
     def by_prompt(self, x: Tensor, cache: Tensor) -> Tensor:
         """Multiply the tensor of each slot by the cached tensor of its prompt."""
@@ -234,14 +227,15 @@ class Cache:
         hidden_SD = self.model.hidden(token_S, position_S, attend)
         return self.model.logits(hidden_SD)
 
-    def select(self, slots: Tensor) -> None:
+    def select(self, slots: list[int]) -> None:
         """Keep only these slots, in this order, and the prompts that they answer."""
-        rows, row_S = self.row_S[slots].unique(return_inverse=True)
+        answered = [self.rows[slot] for slot in slots]
+        rows = sorted(set(answered))
         for layer in range(len(self.of_slots)):  # one at a time, so that only one is held twice
             self.of_slots[layer] = self.of_slots[layer][:, slots]
             self.of_prompts[layer] = self.of_prompts[layer][:, rows]
-        self.held = [self.held[row] for row in rows.tolist()]
-        self.arrange(row_S)
+        self.held = [self.held[row] for row in rows]
+        self.arrange([rows.index(row) for row in answered])
 
 
 class Decoding:
@@ -254,20 +248,20 @@ class Decoding:
         slots = min(engine.slots, count)
         self.stops = engine.stops
         self.sampling = temperature, top_p
-        self.seeds = [request.seed for request in requests]
         self.count = count
         prompts = [tokens_before(request) for request in requests]
         number_of = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
         self.cache = self.make_cache(engine.model, engine.attention, slots, [*number_of], longest)
         self.prompt_N = [*map(number_of.get, prompts), -1]
+        # In all that follows, one row more than there are samples: idle slots decode on, and write there.
+        draws = [draw_uniforms(seed, longest) for seed in (*(request.seed for request in requests), 0)]
+        self.uniform_NM = torch.from_numpy(np.stack(draws)).to(engine.device)
         with torch.device(engine.device):
             self.eos = torch.tensor(sorted(engine.eos_ids))
             self.owner_S = torch.full((slots,), count)  # `count`: the slot is idle
             self.token_S = torch.zeros(slots, dtype=torch.long)
             self.step_S = torch.zeros(slots, dtype=torch.long)  # 0 if the slot is idle
             self.limit_N = torch.tensor([*limits, longest])
-            self.uniform_SM = torch.zeros(slots, longest, dtype=torch.float64)
-            # One row more than there are samples: idle slots decode on, and write there.
             self.ids_NM = torch.zeros(count + 1, longest, dtype=torch.long)
             self.logp_NM = torch.zeros(count + 1, longest, dtype=torch.float64)
             self.made_N = torch.zeros(count + 1, dtype=torch.long)
@@ -279,37 +273,24 @@ class Decoding:
         """Start `samples` in `slots`. Tells whether some may have ended already: here none."""
         device = self.owner_S.device
         self.owner_S[slots] = torch.tensor(samples, device=device)
-        owners = self.owner_S.tolist()
-        prompt_S = [self.prompt_N[i] for i in owners]
-        self.cache.admit(prompt_S)
+        self.cache.admit([self.prompt_N[i] for i in self.owner_S.tolist()])
         last_tokens = [self.cache.prompts[self.prompt_N[i]][-1] for i in samples]
         self.token_S[slots] = torch.tensor(last_tokens, device=device)
-        longest = self.uniform_SM.shape[1]
-        rows = [draw_uniforms(self.seeds[i], longest) for i in samples]
-        drawn_SM = torch.from_numpy(np.stack(rows))
-        self.uniform_SM[slots] = drawn_SM.to(device)
         return False
 
     def shrink(self) -> None:
         """Drop idle slots, so that the last long samples do not pay for all that have ended."""
         busy_S = (self.owner_S < self.count).nonzero()[:, 0]
-        self.cache.select(busy_S)
+        self.cache.select(busy_S.tolist())
         self.owner_S = self.owner_S[busy_S]
         self.token_S = self.token_S[busy_S]
         self.step_S = self.step_S[busy_S]
-        self.uniform_SM = self.uniform_SM[busy_S]
-
-    def step(self) -> None:
-        """Sample one token for every slot."""
-        logits_SV = self.cache.decode(self.token_S, self.step_S)
-        self.take(slice(None), logits_SV)
 
     def take(self, slots: list[int] | slice, logits_KV: Tensor) -> None:
         """Sample the next token of K slots; a slot becomes idle when its sample ends."""
         owner_K = self.owner_S[slots]
         step_K = self.step_S[slots]
-        uniform_K1 = self.uniform_SM[slots].gather(1, step_K[:, None])
-        token_K, logp_K = sample_tokens(logits_KV, uniform_K1[:, 0], *self.sampling)
+        token_K, logp_K = sample_tokens(logits_KV, self.uniform_NM[owner_K, step_K], *self.sampling)
         self.token_S[slots] = token_K
         self.ids_NM[owner_K, step_K] = token_K
         self.logp_NM[owner_K, step_K] = logp_K.double()
@@ -411,7 +392,7 @@ class TorchEngine:
                     return state.samples()
                 elif len(idle) * 4 > len(state.owner_S):
                     state.shrink()
-                state.step()
+                state.take(slice(None), state.cache.decode(state.token_S, state.step_S))
 
 
 def group_by_size(sizes: dict[int, int]) -> list[list[int]]:

@@ -1,14 +1,13 @@
 """Sample by vLLM in the trainer's process, with the same three methods as rollout.TorchEngine."""
 
 import os
-import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from subprocess import CalledProcessError
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -50,7 +49,7 @@ class VLLMEngine:
         self.expected = dict(model.named_hf_tensors())
         cache = cache_bytes(model.shape, spec.dtype.itemsize, spec.slots, spec.max_len, spec.tensor_parallel,
                             spec.cache_gib)
-        with undisturbed(spec.device):
+        with undisturbed():
             llm, self.params = import_vllm(spec.device)
             try:
                 self.llm = llm(**engine_options(spec, cache))
@@ -112,25 +111,24 @@ class VLLMEngine:
         if self.asleep:
             raise RuntimeError("the engine has no weights; sync it first")  # vLLM itself would wait forever
         first = dist.rank() % self.tensor_parallel
-        by_rank = [[(tokens_before(request), request.seed, request.limit) for request in requests]]
+        by_rank = [requests]
         if self.tensor_parallel > 1:
             by_rank = dist.gather(by_rank)[dist.rank() - first:][:self.tensor_parallel]
         asked, params = [], []
-        for of_rank in by_rank:
-            for ids, seed, limit in of_rank:
-                asked.append({"prompt_token_ids": list(ids)})
-                params.append(self.params(
-                    seed=seed,
-                    temperature=temperature,
-                    top_p=top_p,
-                    max_tokens=limit,
-                    stop_token_ids=sorted(self.eos_ids),
-                    ignore_eos=True,
-                    stop=self.stops,
-                    detokenize=bool(self.stops),
-                    logprobs=0,
-                    flat_logprobs=True,
-                ))
+        for request in chain.from_iterable(by_rank):
+            asked.append({"prompt_token_ids": list(tokens_before(request))})
+            params.append(self.params(
+                seed=request.seed,
+                temperature=temperature,
+                top_p=top_p,
+                max_tokens=request.limit,
+                stop_token_ids=sorted(self.eos_ids),
+                ignore_eos=True,
+                stop=self.stops,
+                detokenize=bool(self.stops),
+                logprobs=0,
+                flat_logprobs=True,
+            ))
         # False, not a disabled bar: vLLM divides by the seconds that the bar was shown.
         bar = partial(tqdm, leave=False) if progress and sys.stderr.isatty() else False
         try:
@@ -214,23 +212,19 @@ def import_vllm(device: torch.device) -> tuple[type, type]:
 
 
 @contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Restore the state that vLLM changes when it starts: environment (torchrun's LOCAL_WORLD_SIZE), random
-    states, threads."""
+def undisturbed() -> Iterator[None]:
+    """Restore the state that vLLM changes when it starts and that a run reads: environment (torchrun's
+    LOCAL_WORLD_SIZE) and threads."""
     environ = dict(os.environ)
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    python, array = random.getstate(), np.random.get_state()
     defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "RANK": str(dist.rank()), "LOCAL_RANK": "0"}
     needed = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     os.environ |= defaults | environ | needed
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
+        yield
     finally:
         os.environ.clear()
         os.environ.update(environ)
-        random.setstate(python)
-        np.random.set_state(array)
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
 

@@ -33,13 +33,13 @@ class Tokenizer:
     """The tokenizer and end-of-sequence ids of a Hugging Face model folder, and how it is prompted.
 
     `data` may have a template or a plain prompt in place of the model's own template. Each text of `stop`
-    that is a special token of the tokenizer becomes an end-of-sequence id; the others are `stops`. `tools`
-    are descriptions that the template writes into a prompt. Raises ConfigError.
+    that is a special token of the tokenizer becomes an end-of-sequence id; the others are `stops`. Raises
+    ConfigError.
     """
 
-    def __init__(self, folder: Path, data: Data | None = None, stop: Sequence[str] = (),
-                 tools: Sequence[dict] = ()):
-        self.tools = [*tools] or None
+    tools = None  # descriptions that the template writes into a prompt
+
+    def __init__(self, folder: Path, data: Data | None = None, stop: Sequence[str] = ()):
         try_first(f"the tokenizer of {folder}", self.load, folder, data, stop)
 
     def load(self, folder: Path, data: Data | None, stop: Sequence[str]) -> None:
@@ -80,6 +80,13 @@ class Tokenizer:
             self.read_template(folder, data.chat_template, settings.get("chat_template"))
         else:
             self.source, self.template, self.own_template = self.plain, None, None
+        self.opened = self.find_opened()
+        # The settings that name files of the user's, and the texts that were read.
+        self.own_files = {"data.chat_template": self.own_template}
+
+    def describe_tools(self, tools: Sequence[dict]) -> None:
+        """Let the template write these descriptions into every prompt."""
+        self.tools = [*tools] or None
         self.opened = self.find_opened()
 
     def add_tokens(self, listed: object, path: Path) -> None:
@@ -125,11 +132,6 @@ class Tokenizer:
             raise ConfigError(
                 f"data.template.{name}={self.arguments[name]!r}: the chat template of {where} has no "
                 f"argument of that name; it reads {', '.join(free) or 'none'}")
-
-    @property
-    def own_files(self) -> dict[str, str | None]:
-        """Map the settings that name files of the user's to the texts that were read."""
-        return {"data.chat_template": self.own_template}
 
     def render(self, question: str | Sequence[dict], system: str | None) -> str:
         """Render a question, or messages, up to and including the generation prompt. Raises ConfigError."""

@@ -63,6 +63,9 @@ def model(tmp_path) -> Path:
     ("config.json", {"num_hidden_layers": 10**9}, r"num_hidden_layers=1000000000 must be in \[1, 10000\]"),
     ("config.json", {"num_hidden_layers": 10**4}, "they have 4 layers .* it says 10000 and"),
     ("config.json", {"vocab_size": 100}, "weights do not match config.json"),
+    ("config.json", {"num_hidden_layers": 3}, "weights do not match config.json"),
+    ("config.json", {"tie_word_embeddings": False}, "lm_head.weight: nothing there"),
+    ("config.json", {"rms_norm_eps": None}, "missing key 'rms_norm_eps'|rms_norm_eps=None must be"),
     ("config.json", {"head_dim": 3}, "a head_dim of 3, which is odd"),
     ("config.json", {"rope_theta": "abc"}, "rope_theta='abc' must be a finite number"),
     ("config.json", {"rope_scaling": {"rope_type": "llama3"}}, "missing key 'factor'"),
@@ -75,7 +78,7 @@ def model(tmp_path) -> Path:
     ("model.safetensors", None, "model.safetensors cannot be read"),  # its first half
     ("model.safetensors", (10_000).to_bytes(8, "little") + LONG_HEADER,
      "model.safetensors cannot be read .*x{100}[)]; download"),
-    ("model.safetensors.index.json", b"{}", "missing key 'weight_map'"),
+    ("model.safetensors.index.json", b"{}", "weight_map=None must be a mapping"),
     ("model.safetensors.index.json", b'{"weight_map": {}}', "index.json names no weights; download it again"),
     ("model.safetensors.index.json", b'{"weight_map": {"a": 1}}', "weight_map.a=1 must be a text"),
     ("model.safetensors.index.json", b'{"weight_map": {"a": "../model/model.safetensors"}}', "names ../.* missing"),

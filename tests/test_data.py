@@ -15,6 +15,7 @@ from conftest import ROOT, TOY, as_rewards, verdict, write_tiny
 
 import config
 import data
+from collect import Sampler
 from config import ConfigError
 from history import PromptHistory, epoch_order
 from infra.named_sets import NAMED_SETS
@@ -276,11 +277,11 @@ def test_a_history_survives_a_checkpoint():
     remember(history, [1, 1], [0, 1])
     history.draw(4)
     history.explore = (0.3, 0.4)
-    sampling, windows = config.Rollout(4, 2, 8), Windows(2, 2, 2)
-    pool, other_pool = (Pool(history_of(AllPrompts()), sampling, windows, Sample) for _ in range(2))
+    sampler = Sampler(None, None, config.Rollout(4, 2, 8), None, 0)
+    pool, other_pool = (Pool(history_of(AllPrompts()), sampler, Windows(2, 2, 2), Sample) for _ in range(2))
     pool.draw(1)
-    pool.begun = [(Turn(PROMPTS[1], 3, 0.5, 2.0, number=1, copy=2, age=1),
-                   (Piece(Sample((5, 6), (-0.1, -1 / 3), False)), Piece(Sample((5,), (-0.5,), True))))]
+    so_far = Piece(Sample((5, 6), (-0.1, -1 / 3), False)), Piece(Sample((5,), (-0.5,), True))
+    pool.begun = [Turn(PROMPTS[1], 3, 0.5, 2.0, number=1, copy=2, age=1, so_far=so_far)]
     for saved, loaded in ((history, other), (pool, other_pool)):
         assert fields_of(loaded) != fields_of(saved)
         file = io.BytesIO()

@@ -27,6 +27,8 @@ SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidd
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 WIDE = {"head_dim": 16}
 CASES = {  # settings of config.json, in the layout of published folders; all that is left out has the family's default
+    "qwen3-bias": {"model_type": "qwen3", **WIDE, "attention_bias": True},
+    "llama-bias": {"model_type": "llama", "attention_bias": True, "num_key_value_heads": 4},
     "mistral": {"sliding_window": None},
     "mistral-window": {"model_type": "mistral", "sliding_window": 6, "tie_word_embeddings": True, **WIDE},
     "smollm3": {},
@@ -68,7 +70,8 @@ def folders(tmp_path_factory):
             model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
             for key, p in model.named_parameters():  # biases and norms must matter
                 torch.nn.init.normal_(p, mean=float("norm" in key and "gemma" not in name), std=0.2)
-            model.save_pretrained(path)
+            model.save_pretrained(path, max_shard_size="50KB" if name.startswith("gemma") else "5GB")
+            assert (path / "model.safetensors.index.json").exists() == name.startswith("gemma")
             (path / "new.json").write_text((path / "config.json").read_text())
             (path / "config.json").write_text(json.dumps(settings))
             made[name] = path
@@ -161,11 +164,21 @@ def test_two_ranks_have_the_gradient_of_one_and_so_have_recomputed_blocks(name, 
     ("mistral", {"rope_scaling": {**YARN, "truncate": False}}, "unknown key 'truncate'"),
     ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers or layer_types has fewer than 4 entries"),
     ("glm4", {"partial_rotary_factor": 0.3}, "partial_rotary_factor=0.3 is not supported"),
+    ("qwen2", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported"),
+    ("qwen2", {"rope_scaling": {"type": "dynamic", "factor": 4}}, "rope_type='dynamic' is not supported"),
+    ("qwen2", {"hidden_act": "gelu"}, "hidden_act='gelu' must be one of silu, gelu_pytorch_tanh"),
+    ("qwen2", {"layer_types": ["full_attention", "chunked_attention"]}, r"layer_types\[1\]='chunked_attention' must"),
+    ("qwen2", {"layer_types": ["full_attention"]}, "layer_types has fewer than 4 entries"),
+    ("qwen2", {"quantization_config": {"bits": 4}}, "quantization_config={.*} is not supported for model_type=qwen2"),
+    ("qwen2", {"sliding_window": 0}, "sliding_window=0 must be at least 1"),
+    ("qwen2", {"torch_dtype": "auto"}, "torch_dtype='auto' must be one of float32, bfloat16, float16"),
 ])
 def test_a_setting_that_is_not_computed_is_named(model_type, change, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **SMALL, "head_dim": 8, **change}))
     with pytest.raises(ConfigError, match=f"config.json: .*{message}"):
         read_shape(tmp_path)
+    with pytest.raises(ConfigError, match="config.json not found"):
+        read_shape(tmp_path / "nowhere")
 
 
 PUBLISHED = {  # from config.json of Mistral-7B-v0.3, SmolLM3-3B, OLMo-2-0425-1B, gemma-3-1b-it, GLM-4-9B-0414

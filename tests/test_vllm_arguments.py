@@ -57,7 +57,7 @@ class Recorder:
 
 
 @contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     yield
 
 

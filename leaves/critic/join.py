@@ -117,22 +117,20 @@ def rewards_of(minibatch: Minibatch, row: Row) -> Tensor:
 def set_advantages(critic: CriticLearner, learner: Learner, minibatch: Minibatch, prepared: list[PreparedRow],
                    ) -> list[PreparedRow]:
     """Put `gae` by the critic's values before its update into a mini-batch's rows."""
-    return [replace(given, adv_C=advantages(critic, learner, minibatch, given.row)) for given in prepared]
-
-
-def advantages(critic: CriticLearner, learner: Learner, minibatch: Minibatch, row: Row) -> Tensor:
-    """Compute `gae` of a row by the critic's values, [C]."""
-    settings = critic.advantage
-    value_C, after_S = critic.values(learner, row)
-    last_S = row.segment_C.bincount().cumsum(0) - 1  # place of each completion's last token
-    cut_S = value_C[last_S] if settings.bootstrap == "prev" else after_S
-    samples = [minibatch.groups[n].samples[g] for n, g in row.members]
-    goes_on_S = torch.tensor([sample.pending for sample in samples], device=value_C.device)
-    end_S = torch.where(goes_on_S, cut_S, rewards_of(minibatch, row).to(cut_S))
-    lam_S = torch.full_like(end_S, settings.lam)
-    if settings.alpha is not None:
-        lam_S = adaptive_lambda(end_S.new_tensor([sample.own for sample in samples]), settings.alpha)
-    return gae(value_C, end_S, row.segment_C, lam_S)
+    settings, changed = critic.advantage, []
+    for given in prepared:
+        row = given.row
+        value_C, after_S = critic.values(learner, row)
+        last_S = row.segment_C.bincount().cumsum(0) - 1  # place of each completion's last token
+        cut_S = value_C[last_S] if settings.bootstrap == "prev" else after_S
+        samples = [minibatch.groups[n].samples[g] for n, g in row.members]
+        goes_on_S = torch.tensor([sample.pending for sample in samples], device=value_C.device)
+        end_S = torch.where(goes_on_S, cut_S, rewards_of(minibatch, row).to(cut_S))
+        lam_S = torch.full_like(end_S, settings.lam)
+        if settings.alpha is not None:
+            lam_S = adaptive_lambda(end_S.new_tensor([sample.own for sample in samples]), settings.alpha)
+        changed.append(replace(given, adv_C=gae(value_C, end_S, row.segment_C, lam_S)))
+    return changed
 
 
 def fit_values(critic: CriticLearner, learner: Learner, rolled: Rolled, step: int, clock: Clock) -> Metrics:
@@ -162,7 +160,12 @@ def fit_values(critic: CriticLearner, learner: Learner, rolled: Rolled, step: in
                         loss, value_C = add_value_gradient(critic, learner, row, target_C)
                         sums["loss"] += loss
                         if epoch == 0 and row.counts:  # not one that only keeps the rank in step
-                            add_errors(sums, reward_S[row.segment_C].double(), value_C)
+                            reward_C = reward_S[row.segment_C].double()
+                            error_C = reward_C - value_C.double()
+                            sums["tokens"] += len(reward_C)
+                            for name, x_C in (("reward", reward_C), ("error", error_C)):
+                                sums[name] += x_C.sum()
+                                sums[f"{name}_squared"] += x_C.square().sum()
                 except torch.OutOfMemoryError as error:
                     raise out_of_memory([row for row, *_ in batch], learner.sequence, error) from None
                 norms.append(optimizer_step(
@@ -214,16 +217,6 @@ def add_value_gradient(critic: CriticLearner, learner: Learner, row: Row, target
     loss = (row.weight_C * (value_C - target_C).square()).sum() / 2
     loss.backward()
     return loss.detach(), value_C.detach()
-
-
-def add_errors(sums: dict[str, Tensor | float], reward_C: Tensor, value_C: Tensor) -> None:
-    """Add a row's tokens, rewards and errors to the sums."""
-    error_C = reward_C - value_C.double()
-    sums["tokens"] += len(reward_C)
-    sums["reward"] += reward_C.sum()
-    sums["reward_squared"] += reward_C.square().sum()
-    sums["error"] += error_C.sum()
-    sums["error_squared"] += error_C.square().sum()
 
 
 def value_metrics(sums: dict[str, Tensor | float], norms: list[float]) -> Metrics:

@@ -183,7 +183,7 @@ class DraftDecoding(Decoding):
 
     def follow(self, tree: Tree, paths: Paths) -> None:
         """Draw the tokens of some slots as long as the ones before are a draft's; `paths` begin with the last
-        token of the prompt. A token is drawn as in `step`, so drafts change no sample."""
+        token of the prompt. A token is drawn as in a decoding step, so drafts change no sample."""
         moving = [*paths]
         begun_K = self.owner_S[moving]
         while moving:

@@ -26,23 +26,13 @@ from rollout import Engine
 from verify.workers import Call
 
 
-class ToolTokenizer(Tokenizer):
-    """A tokenizer that describes the tools of an environment in prompts."""
-
-    def __init__(self, plain: Tokenizer, cfg: Any, file: EnvironmentFile):
-        super().__init__(plain.folder, cfg.data, cfg.rollout.stop or (), file.tools)
-        self.file = file.fitted(self)
-
-    @property
-    def own_files(self) -> dict:
-        source = self.file.source
-        return super().own_files | {"environment.file": source.text} | dict(source.helpers)
-
-
 def tokenizer(cfg: Any, plain: Tokenizer) -> Tokenizer:
     """Let prompts describe the tools of an environment, and the tokenizer hold it."""
-    file = open_environment(cfg.environment)
-    return ToolTokenizer(plain, cfg, file) if file else plain
+    if file := open_environment(cfg.environment):
+        plain.describe_tools(file.tools)
+        plain.file = file.fitted(plain)
+        plain.own_files |= {"environment.file": file.source.text} | dict(file.source.helpers)
+    return plain
 
 
 def task(cfg: Any, loaded: Any) -> Any:

@@ -266,7 +266,8 @@ def test_a_template_with_a_place_for_tools_gets_them_and_names_the_format(tmp_pa
     template = tmp_path / "own.jinja"
     template.write_text("{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<tool_call>{% endif %}"
                         + TOKENIZER.source)
-    own = data.Tokenizer(TOY, config.Data("x", None, chat_template=str(template)), tools=file.tools)
+    own = data.Tokenizer(TOY, config.Data("x", None, chat_template=str(template)))
+    own.describe_tools(file.tools)
     assert file.fitted(own).format == "qwen"
     first, *_ = own.render("2 + 3?", None).splitlines()
     assert json.loads(first) == file.tools[0]

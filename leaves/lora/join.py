@@ -18,7 +18,7 @@ Dimension key:  T tokens of a row,  I inputs and O outputs of a layer,  R rank.
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,6 @@ TARGETS = {  # model.lora.targets -> layers of a block, of which a family has so
     "mlp": MLP_LAYERS,
 }
 PREFIX = "base_model.model."  # of every name in a PEFT file
-# init_lora_weights that leave the base as it is; others, such as PiSSA's, change it.
-KEEP_BASE_INIT = (True, False, None, "gaussian", "orthogonal")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PLAIN_PEFT = {  # settings of PEFT that change an adapter's result, and the values that do not
     "peft_type": "LORA",
@@ -61,7 +59,10 @@ PLAIN_PEFT = {  # settings of PEFT that change an adapter's result, and the valu
     "alpha_pattern": {},
     "alora_invocation_tokens": None,
     "layer_replication": None,
+    "init_lora_weights": True,
 }
+# They leave the base as it is, too; others, such as PiSSA's, change it.
+OTHER_INITS = (False, "gaussian", "orthogonal")
 
 
 class Adapted(Projection):
@@ -117,8 +118,20 @@ class Adapters(Weights):
         load_weights(model, source)
         initialise(model, stored, self.cfg.seed)
 
-    def initial(self, policy: Decoder) -> "InitialPolicy":
-        return InitialPolicy(policy)
+    def initial(self, policy: Decoder) -> Callable:
+        """Return the initial policy, which has no weights of its own; call it as the policy."""
+        layers = find_adapters(policy).values()
+
+        def initially(*given: object) -> Tensor:
+            try:
+                for layer in layers:
+                    layer.adapter = "initial"
+                return policy(*given)
+            finally:
+                for layer in layers:
+                    layer.adapter = "lora"
+
+        return initially
 
     def identify(self, source: Path) -> dict[str, str]:
         path = self.cfg.model.lora.path
@@ -180,23 +193,6 @@ def initialise(model: Decoder, stored: dict[str, Tensor], seed: int) -> None:
                     matrix.copy_(dist.sharded_like(value, matrix))
 
 
-class InitialPolicy:
-    """The initial policy, for a KL, without weights of its own; call it as the policy."""
-
-    def __init__(self, policy: Decoder):
-        self.policy = policy
-        self.layers = find_adapters(policy).values()
-
-    def __call__(self, *given: object) -> Tensor:
-        try:
-            for layer in self.layers:
-                layer.adapter = "initial"
-            return self.policy(*given)
-        finally:
-            for layer in self.layers:
-                layer.adapter = "lora"
-
-
 # ---- on disk
 
 def stored_name(layer: str, factor: str) -> str:
@@ -213,16 +209,13 @@ def read_adapter(model: Decoder, settings: Lora) -> dict[str, Tensor]:
     require_own_files(folder)
     require_own_files(folder, weights=True)
     said = read_json(folder / CONFIG)
+    if said.get("init_lora_weights") in OTHER_INITS:
+        said["init_lora_weights"] = True
     for key, plain in PLAIN_PEFT.items():
         if said.get(key, plain) not in (plain, None):
             raise ConfigError(
                 f"{named}: its {key}={said[key]!r} must be {plain!r}, as nothing else is computed here; "
                 "merge that adapter into the base, and take the result as model.path")
-    if said.get("init_lora_weights", True) not in KEEP_BASE_INIT:
-        raise ConfigError(
-            f"{named}: its init_lora_weights={said['init_lora_weights']!r} changes the base; convert it to "
-            "plain LoRA (path_initial_model_for_weight_conversion of PEFT's save_pretrained), or merge it "
-            "and take the result as model.path")
     for setting, key in (("rank", "r"), ("alpha", "lora_alpha")):
         asked = getattr(settings, setting)
         if asked != said.get(key):

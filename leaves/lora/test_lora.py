@@ -11,7 +11,7 @@ import torch
 import transformers
 from conftest import TOY, Doubled, attend_alone, load, make_groups, nudge, others_slow, toy_config, weights
 from safetensors.torch import load_file, save_file
-from test_model import KINDS, SMALL, packed_logits, segments
+from test_families import SMALL
 from test_objectives import learner_on
 
 import learner
@@ -26,6 +26,13 @@ from pack import Minibatch
 from policy import weights_of
 from settings.loader import ConfigError
 
+KINDS = {
+    "qwen2": (transformers.Qwen2Config, {}),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 16}),
+    "llama": (transformers.LlamaConfig, {"rope_parameters": {"rope_theta": 500.0, "rope_type": "linear", "factor": 8.0}}),
+    "llama-bias": (transformers.LlamaConfig, {"attention_bias": True, "num_key_value_heads": 4}),
+}
+SEGMENTS = torch.randint(96, (3, 40), generator=torch.Generator().manual_seed(1)).tolist()
 NAMED = {"attention": ["q_proj", "k_proj", "v_proj", "o_proj"], "mlp": ["gate_proj", "up_proj", "down_proj"]}
 NAMED["all"] = ALL = NAMED["attention"] + NAMED["mlp"]
 
@@ -53,8 +60,12 @@ def ours_on(folder: Path, settings: Lora) -> Decoder:
     return model
 
 
-def logits_of(theirs: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([theirs(torch.tensor([s])).logits[0] for s in segments()])
+def logits_of(model: torch.nn.Module) -> torch.Tensor:
+    """Of all segments, by ours or by theirs."""
+    if isinstance(model, Decoder):
+        hidden = [model.hidden(torch.tensor(s), torch.arange(len(s)), attend_alone) for s in SEGMENTS]
+        return model.logits(torch.cat(hidden))
+    return torch.cat([model(torch.tensor([s])).logits[0] for s in SEGMENTS])
 
 
 @pytest.mark.parametrize("targets", NAMED)
@@ -68,11 +79,11 @@ def test_logits_and_gradients_are_pefts_and_both_exports_have_them(kind, targets
         base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
         theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
         expected_CV = logits_of(theirs)
-        torch.testing.assert_close(packed_logits(ours, segments()), expected_CV, rtol=0, atol=1e-10)
+        ours_CV = logits_of(ours)
+        torch.testing.assert_close(ours_CV, expected_CV, rtol=0, atol=1e-10)
         weigh_CV = torch.randn(expected_CV.shape, generator=torch.Generator().manual_seed(0)).double()
         (expected_CV * weigh_CV).sum().backward()
-        hidden = [ours.hidden(torch.tensor(s), torch.arange(len(s)), attend_alone) for s in segments()]
-        (ours.logits(torch.cat(hidden)) * weigh_CV).sum().backward()
+        (ours_CV * weigh_CV).sum().backward()
         ours.shape = replace(ours.shape, dtype=torch.float64)  # not rounded to what the base is stored in
         export(ours, folder, tmp_path / "hf")
         merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64)
@@ -94,7 +105,7 @@ IDS = torch.tensor([5, 40, 7, 300, 12, 9, 44])
 def log_probs(model) -> torch.Tensor:
     """Of every token of IDS but the first, by ours or by theirs."""
     with torch.no_grad():
-        if isinstance(model, Decoder | lora.InitialPolicy):
+        if not isinstance(model, peft.PeftModel):
             return model(IDS, torch.arange(len(IDS)), attend_alone, torch.arange(len(IDS) - 1), IDS[1:], 1.0)
         return model(IDS[None]).logits[0, :-1].log_softmax(-1).gather(1, IDS[1:, None])[:, 0]
 
@@ -271,7 +282,7 @@ MODEL, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 @pytest.mark.parametrize(("name", "change", "message"), [
     (MODEL, lambda old: old[:100], rf"{MODEL} cannot be read \(.*\); download or write it again"),
     (SETTINGS, lambda old: old.replace(b'"init_lora_weights": false', b'"init_lora_weights": "pissa"'),
-     "its init_lora_weights='pissa' changes the base; convert it to plain LoRA"),
+     "its init_lora_weights='pissa' must be True, as nothing else is computed here; merge that adapter"),
     (MODEL, None, f"a folder with {SETTINGS} and {MODEL}; it has no {MODEL}"),
     (SETTINGS, None, f"a folder with {SETTINGS} and {MODEL}; it has no {SETTINGS}"),
 ])

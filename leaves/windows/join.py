@@ -19,6 +19,7 @@ else: the sequences that packing chooses from.
 """
 
 from dataclasses import fields, replace
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -136,7 +137,10 @@ class Pool(PromptHistory):
         new = []
         for draw in super().draw(max(0, room) // copies):
             new += [take_turn(draw, copy) for copy in range(copies)]
-        return interleave(self.begun, new)
+        # Each in its order, spread evenly: every rank gets long prefixes and new prompts alike.
+        placed = [((i + 0.5) / len(turns), turn)
+                  for turns in (self.begun, new) for i, turn in enumerate(turns)]
+        return [turn for _, turn in sorted(placed, key=itemgetter(0))]
 
     def recall(self, lines: list[dict]) -> list[Turn]:
         begun = {turn_key(turn): turn.so_far for turn in self.begun}
@@ -261,10 +265,3 @@ def take_turn(draw: PromptDraw, copy: int = 0, age: int = 0) -> Turn:
 def turn_key(draw: Turn) -> tuple[int, str, int]:
     """Identify a group over the steps that it takes."""
     return draw.epoch, draw.prompt.id, draw.copy
-
-
-def interleave(going_on: list, new: list) -> list:
-    """Merge both lists, each in its order and spread evenly, so that every rank gets long prefixes and new
-    prompts alike."""
-    placed = [((i + 0.5) / len(items), item) for items in (going_on, new) for i, item in enumerate(items)]
-    return [item for _, item in sorted(placed, key=lambda pair: pair[0])]

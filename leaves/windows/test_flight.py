@@ -17,7 +17,7 @@ import update
 from collect import Sampler, Selection, choose
 from history import PromptHistory
 from infra import dist, runfolder
-from leaves.windows.join import Pool, WindowSampler, age_metrics, parts
+from leaves.windows.join import Pool, age_metrics, parts
 from metrics import rollout_metrics
 from records import Group, Prompt, Rolled, Sample
 from rollout import tokens_before
@@ -53,24 +53,24 @@ class Scripted:
         return samples
 
 
-def scripted(lengths: list[int], *settings: str) -> tuple[WindowSampler, Pool, config.Config]:
+def scripted(lengths: list[int], *settings: str) -> tuple[Pool, config.Config]:
     """Groups of one completion with these lengths, in the order in which they are drawn."""
     cfg = toy_config(ROOT / "runs" / "unused" / "run", "rollout.group_size=1", "rollout.prompts_per_step=2",
                      "rollout.max_new_tokens=20", "windows.tokens=4", "windows.in_flight=2", "windows.max_age=2",
                      "advantage.kind=gae", "critic.lr=1", *settings, name="flight_toy.yaml")
     prompts = [Prompt(f"q{n}", (n + 3,), "1") for n in range(len(lengths))]
-    pool = Pool(PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5), cfg.rollout, cfg.windows, Sample)
-    history = PromptHistory(prompts, cfg.prune.prompts, cfg.seed, 0.5)
-    order = [prompts[k] for _, k in history.coming(len(prompts))]
+    history, other = (PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5) for _ in range(2))
+    order = [prompts[k] for _, k in other.coming(len(prompts))]
     engine = Scripted({prompt.ids[0]: [length] for prompt, length in zip(order, lengths, strict=True)})
-    return WindowSampler(Sampler(engine, data.Tokenizer(TOY), cfg.rollout, cfg.reward, 0), pool), pool, cfg
+    sampler = Sampler(engine, data.Tokenizer(TOY), cfg.rollout, cfg.reward, 0)
+    return Pool(history, sampler, cfg.windows, Sample), cfg
 
 
-def one_step(sampler: WindowSampler, pool: Pool, cfg: config.Config) -> tuple[Rolled, list[tuple[int, int, int]]]:
+def one_step(pool: Pool, cfg: config.Config) -> tuple[Rolled, list[tuple[int, int, int]]]:
     """(length, age, old tokens) of what is trained on."""
     draws = pool.draw(cfg.rollout.prompts_per_step)
-    groups = sampler.rollout(draws)
-    rewards = sampler.score(groups)
+    groups = pool.rollout(draws)
+    rewards = pool.score(groups)
     rolled = Rolled() + Rolled(draws, groups, rewards, rewards.total_NG.clone())
     pool.record(rolled)
     batch = choose(rolled, Selection.of(cfg), 0)
@@ -85,33 +85,33 @@ def metrics_of(rolled: Rolled, cfg: config.Config) -> dict[str, float]:
 
 
 def test_a_step_trains_on_the_first_that_are_whole_and_waits_for_the_oldest():
-    sampler, pool, cfg = scripted([20, 3, 20, 4, 5, 6, 1, 2, 7, 7, 7, 7])
+    pool, cfg = scripted([20, 3, 20, 4, 5, 6, 1, 2, 7, 7, 7, 7])
     # 20 3 20 4 in one window of 4: those of 3 and 4 are whole.
-    rolled, trained = one_step(sampler, pool, cfg)
+    rolled, trained = one_step(pool, cfg)
     assert trained == [(3, 0, 0), (4, 0, 0)] and len(rolled.groups) == 4
     assert rolled.rewards.total_NG.isnan().flatten().tolist() == [True, False, True, False]
-    assert [(draw.age, samples[0].length) for draw, samples in pool.begun] == [(1, 4), (1, 4)]
+    assert [(turn.age, turn.so_far[0].length) for turn in pool.begun] == [(1, 4), (1, 4)]
     # Those of 5 and 6 after two more windows; both of 20 are at 12.
-    rolled, trained = one_step(sampler, pool, cfg)
+    rolled, trained = one_step(pool, cfg)
     assert trained == [(5, 0, 0), (6, 0, 0)] and rolled.rewards.tokens_NG.sum() == 11
     measured = metrics_of(rolled, cfg)
     assert measured["rollout/tokens"] == 2 * 8 + 11 and measured["rollout/prompts"] == 2
     assert measured["rollout/pending"] == 2 and measured["rollout/unscored"] == 0 and "age/mean" not in measured
     # At age 2 they hold the step up, and those of 1 and 2 wait although they are whole.
-    rolled, trained = one_step(sampler, pool, cfg)
+    rolled, trained = one_step(pool, cfg)
     assert trained == [(20, 2, 12), (20, 2, 12)]
     measured = metrics_of(rolled, cfg)
     assert (measured["age/mean"], measured["age/most"], measured["age/old_tokens"]) == (2, 2, 24 / 40)
     assert measured["rollout/tokens"] == 2 * 8 + 3
     # The older ones first.
-    rolled, trained = one_step(sampler, pool, cfg)
+    rolled, trained = one_step(pool, cfg)
     assert trained == [(1, 1, 1), (2, 1, 2)] or trained == [(2, 1, 2), (1, 1, 1)]
 
 
 def test_a_step_trains_on_more_than_n_if_so_many_are_due():
-    sampler, pool, cfg = scripted([9, 9, 9, 9, 1, 1, 1, 1, 2, 2], "windows.in_flight=2.5", "windows.max_age=2")
-    assert len(one_step(sampler, pool, cfg)[1]) == 2
-    ages = [[age for _, age, _ in one_step(sampler, pool, cfg)[1]] for _ in range(2)]
+    pool, cfg = scripted([9, 9, 9, 9, 1, 1, 1, 1, 2, 2], "windows.in_flight=2.5", "windows.max_age=2")
+    assert len(one_step(pool, cfg)[1]) == 2
+    ages = [[age for _, age, _ in one_step(pool, cfg)[1]] for _ in range(2)]
     assert max(max(of_step) for of_step in ages) <= 2
 
 
@@ -158,7 +158,7 @@ def test_every_group_that_is_begun_is_trained_on_once_and_none_is_too_old(settin
     train.train(cfg)
     begun = Counter(name_of(draw) for new in watched["new"] for draw in new if draw.kept)
     trained = Counter(name_of(draw) for batch in watched["batch"] for draw in batch.draws)
-    under_way = Counter(name_of(draw) for draw, _ in watched["pool"].begun)
+    under_way = Counter(map(name_of, watched["pool"].begun))
     assert begun == trained + under_way and set(begun.values()) == {1} and under_way
     N = cfg.rollout.prompts_per_step
     ages = [draw.age for batch in watched["batch"] for draw in batch.draws]
@@ -175,7 +175,7 @@ def test_every_group_that_is_begun_is_trained_on_once_and_none_is_too_old(settin
     assert all(draw.weight == weighed[name_of(draw)] for batch in watched["batch"] for draw in batch.draws)
     lines = [line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "train/tokens" in line]
     whole = [group.samples for batch in watched["batch"] for group in batch.groups]
-    under_way = [samples for _, samples in watched["pool"].begun]
+    under_way = [turn.so_far for turn in watched["pool"].begun]
     lengths = [s.length for samples in whole + under_way for s in samples]
     assert sum(line["rollout/tokens"] for line in lines) == sum(lengths)
 

@@ -15,7 +15,7 @@ from history import PromptHistory
 from infra import runfolder
 from infra.choices import resolve_auto
 from leaves.critic import join as critic
-from leaves.windows.join import Piece, Pool, Turn, WindowSampler
+from leaves.windows.join import Piece, Pool, Turn
 from metrics import rollout_metrics
 from policy import Weights
 from records import EngineSpec, Group, Prompt, Rolled, Sample
@@ -84,14 +84,15 @@ def test_the_engine_reads_what_was_begun_with_the_weights_it_has_now(tmp_path):
     assert sum(line["rollout/tokens"] for line in lines) == sum(line["train/tokens"] for line in lines)
 
 
-def pool_of(cfg: config.Config, prompts: list[Prompt]) -> Pool:
-    return Pool(PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5), cfg.rollout, cfg.windows, Sample)
+def pool_of(cfg: config.Config, prompts: list[Prompt], engine=None) -> Pool:
+    sampler = Sampler(engine, data.Tokenizer(TOY), cfg.rollout, cfg.reward, cfg.seed)
+    return Pool(PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5), sampler, cfg.windows, Sample)
 
 
-def one_round(sampler: WindowSampler, pool: Pool, count: int) -> Rolled:
+def one_round(pool: Pool, count: int) -> Rolled:
     draws = pool.draw(count)
-    groups = sampler.rollout(draws)
-    rewards = sampler.score(groups)
+    groups = pool.rollout(draws)
+    rewards = pool.score(groups)
     rolled = Rolled() + Rolled(draws, groups, rewards, torch.zeros_like(rewards.total_NG))
     pool.record(rolled)
     return rolled
@@ -105,17 +106,16 @@ def test_windows_laid_end_to_end_are_the_whole_completion(window, tmp_path):
     task = train.load_task(cfg)
     _, engine = train.load_models(resolve_auto(cfg, task.source), task, Weights())
     engine.sync(load(TOY, torch.float64))
-    pool = pool_of(cfg, task.prompts)
-    sampler, ended, steps = WindowSampler(Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, 0), pool), {}, 0
+    pool, ended, steps = pool_of(cfg, task.prompts, engine), {}, 0
     while len(ended) < 20:
-        rolled = one_round(sampler, pool, 8)
+        rolled = one_round(pool, 8)
         steps += 1
         assert len(rolled.groups) == 8 and len(pool.begun) == sum(g.samples[0].pending for g in rolled.groups)
         assert all(g.samples[0].fresh <= window for g in rolled.groups)
         ended |= {g.prompt.id: g.samples[0] for g in rolled.groups if not g.samples[0].pending}
     assert steps >= 3
     order = [task.prompts[k] for _, k in pool_of(cfg, task.prompts).coming(pool.place)]
-    assert ended.keys() | {draw.prompt.id for draw, _ in pool.begun} == {prompt.id for prompt in order}
+    assert ended.keys() | {turn.prompt.id for turn in pool.begun} == {prompt.id for prompt in order}
     alone = engine.generate(ask([p.ids for p in order], [0] * len(order), 48), 0.0)
     for prompt, sample in zip(order, alone, strict=True):
         if prompt.id in ended:
@@ -135,13 +135,12 @@ def test_a_completion_that_reaches_its_limit_is_done_and_scored(tmp_path):
             self.seeds = [request.seed for request in requests]
             return [Sample((9,) * request.limit, (-0.5,) * request.limit, False) for request in requests]
 
-    engine, pool, seeds = Endless(), pool_of(cfg, prompts), []
-    begun = Turn(prompts[30], 0, copy=1, number=30)
-    pool.begun = [(begun, (Piece(Sample((9,) * 16, (-1.0,) * 16, False), pending=True),))]
-    sampler = WindowSampler(Sampler(engine, data.Tokenizer(TOY), cfg.rollout, cfg.reward, cfg.seed), pool)
-    rounds = []
+    engine, rounds, seeds = Endless(), [], []
+    pool = pool_of(cfg, prompts, engine)
+    begun = Piece(Sample((9,) * 16, (-1.0,) * 16, False), pending=True)
+    pool.begun = [Turn(prompts[30], 0, copy=1, number=30, so_far=(begun,))]
     for _ in range(3):
-        rolled = one_round(sampler, pool, 2)
+        rolled = one_round(pool, 2)
         rounds.append((engine.asked, [(g.samples[0].start, g.samples[0].length) for g in rolled.groups]))
         seeds += engine.seeds
     # What was begun stands between what is new, so that ranks share out both.
