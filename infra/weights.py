@@ -86,19 +86,17 @@ def check_sizes(folder: Path) -> None:
     """Raise ConfigError if the weights have other sizes than config.json says: memory for these might not be
     there, or loading take days. Reads only the headers of the files."""
     shape, slices = read_shape(folder), read_tensors(weight_files(folder), whole=False)
-    layers = len({name.split(".")[2] for name in slices if name.startswith("model.layers.")})
-    first = "model.layers.0."
+    last = f"model.layers.{shape.layers - 1}."
     expected = {
-        EMBEDDING: (shape.vocab_size, shape.hidden_size),
-        f"{first}mlp.down_proj.weight": (shape.hidden_size, shape.intermediate_size),
-        f"{first}self_attn.q_proj.weight": (shape.head_dim * shape.heads, shape.hidden_size),
+        EMBEDDING: [shape.vocab_size, shape.hidden_size],
+        f"{last}mlp.down_proj.weight": [shape.hidden_size, shape.intermediate_size],
+        f"{last}self_attn.q_proj.weight": [shape.head_dim * shape.heads, shape.hidden_size],
     }
     for name, size in expected.items():
-        stored = tuple(slices[name].get_shape()) if name in slices else None
-        if stored != size or layers != shape.layers:
+        stored = slices[name].get_shape() if name in slices else "nothing"
+        if stored != size:
             raise ConfigError(
-                f"{folder}: weights do not match config.json: they have {layers} layers and {stored} for "
-                f"{name}, where it says {shape.layers} and {size}")
+                f"{folder}: weights do not match config.json: {name} is {stored}, where it says {size}")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -120,17 +118,14 @@ def weight_files(folder: Path) -> list[Path]:
     for shard in shards:
         if Path(shard).name != shard or not os.path.isfile(folder / shard):
             raise ConfigError(f"{index} names {shard[:200]}, which is missing there; download it again")
-    for path in sorted(folder.glob("*.safetensors")):
-        if path.name not in shards and not path.name.startswith("consolidated"):  # Mistral's own copy
-            raise two_sets(folder, shards[0], path.name)
+    others = [path.name for path in sorted(folder.glob("*.safetensors"))
+              if path.name not in shards and not path.name.startswith("consolidated")]  # Mistral's own copy
     if (folder / "adapter_config.json").is_file():  # transformers would add it
-        raise two_sets(folder, shards[0], "adapter_config.json")
+        others.append("adapter_config.json")
+    if others:
+        raise ConfigError(f"{folder} holds {shards[0]} and {others[0]}, and a model has one set of weights; "
+                          "keep those that are meant in a folder of their own")
     return [folder / shard for shard in shards]
-
-
-def two_sets(folder: Path, one: str, other: str) -> ConfigError:
-    return ConfigError(f"{folder} holds {one} and {other}, and a model has one set of weights; keep those "
-                       "that are meant in a folder of their own")
 
 
 def read_tensors(files: list[Path], whole: bool = True) -> dict[str, Any]:
@@ -171,8 +166,10 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     """
     require_own_files(folder, weights=True)
     tensors = read_tensors(weight_files(folder))
-    head = tensors.pop("lm_head.weight", None) if model.shape.tied else None  # some exports repeat it
-    if head is not None and EMBEDDING in tensors and not torch.equal(head, tensors[EMBEDDING]):
+    # Some exports repeat a tied head, and a critic has none.
+    head = tensors.pop("lm_head.weight", None) if model.shape.tied else None
+    repeats = head is None or EMBEDDING not in tensors or torch.equal(head, tensors[EMBEDDING])
+    if not repeats and read_shape(folder).tied:
         raise ConfigError(f"{folder}: lm_head.weight is not {EMBEDDING}, and config.json ties them; set "
                           "tie_word_embeddings to false there if the head is its own")
     for name in [name for name in tensors if name.endswith("rotary_emb.inv_freq")]:  # of older exports

@@ -59,7 +59,7 @@ def model(tmp_path) -> Path:
     ("config.json", {"num_key_value_heads": 3}, "num_attention_heads=4, no multiple of num_key_value_heads=3"),
     ("config.json", {"hidden_size": -4}, "hidden_size=-4 must be at least 1"),
     ("config.json", {"vocab_size": True}, "vocab_size=True must be a whole number"),
-    ("config.json", {"hidden_size": 10**9}, r"weights do not match config.json: .*, 1000000000\)"),
+    ("config.json", {"hidden_size": 10**9}, r"weights do not match config.json: .*, 1000000000\]"),
     ("config.json", {"num_hidden_layers": 10**9}, r"num_hidden_layers=1000000000 must be in \[1, 10000\]"),
     ("config.json", {"num_hidden_layers": 10**4}, "they have 4 layers .* it says 10000 and"),
     ("config.json", {"vocab_size": 100}, "weights do not match config.json"),

@@ -2,6 +2,8 @@
 
 import json
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,28 +58,24 @@ CASES = {  # settings of config.json, in the layout of published folders; all th
 NAMES = others_slow(CASES, "mistral-window", "smollm3-window", "olmo3", "gemma3_text", "glm4", "ministral3", "llama3")
 
 
+def write_case(path: Path, name: str) -> Path:
+    """A folder of random weights, as transformers writes them, with config.json as it was given."""
+    settings = {"model_type": name, **SMALL, **CASES[name]}
+    (path / "config.json").write_text(json.dumps(settings))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
+    for key, p in model.named_parameters():  # biases and norms must matter
+        torch.nn.init.normal_(p, mean=float("norm" in key and "gemma" not in name), std=0.2)
+    model.save_pretrained(path, max_shard_size="50KB" if name.startswith("gemma") else "5GB")
+    assert (path / "model.safetensors.index.json").exists() == name.startswith("gemma")
+    (path / "new.json").write_text((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(settings))
+    return path
+
+
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
-    """A folder of each case, of random weights, with config.json as it was given."""
-    made = {}
-
-    def folder(name: str):
-        if name not in made:
-            path = tmp_path_factory.mktemp(name)
-            settings = {"model_type": name, **SMALL, **CASES[name]}
-            (path / "config.json").write_text(json.dumps(settings))
-            torch.manual_seed(0)
-            model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
-            for key, p in model.named_parameters():  # biases and norms must matter
-                torch.nn.init.normal_(p, mean=float("norm" in key and "gemma" not in name), std=0.2)
-            model.save_pretrained(path, max_shard_size="50KB" if name.startswith("gemma") else "5GB")
-            assert (path / "model.safetensors.index.json").exists() == name.startswith("gemma")
-            (path / "new.json").write_text((path / "config.json").read_text())
-            (path / "config.json").write_text(json.dumps(settings))
-            made[name] = path
-        return made[name]
-
-    return folder
+    return cache(lambda name: write_case(tmp_path_factory.mktemp(name), name))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -148,11 +148,6 @@ def test_prompts_of_many_slots_stand_apart_from_those_of_one(tiny):
     assert len(cache.held) == 6 and not cache.alone
 
 
-def test_equal_prompts_with_different_seeds_differ(tiny):
-    samples = engine(tiny).generate(ask([prompts()[0]] * 16, list(range(16)), 20), 1.0)
-    assert len({tuple(s.ids) for s in samples}) == 16
-
-
 def test_greedy_takes_the_largest_logit_of_a_full_forward(tiny):
     model = load(tiny, torch.float64)
     samples = engine(tiny, 3, torch.float64).generate(ask(prompts(), [0] * 8, 10), 0.0)
@@ -239,26 +234,19 @@ def test_an_engine_without_weights_refuses_to_sample(tiny):
     assert asleep.generate(ask(prompts(), [0] * 8, 10), 0.0) == engine(tiny).generate(ask(prompts(), [0] * 8, 10), 0.0)
 
 
-@pytest.mark.parametrize(("module", "message"), [
-    (None, r"vllm cannot be imported \(.*\); install requirements/gpu.txt"),
-    (types.SimpleNamespace(LLM=None, SamplingParams=None, __version__="0.31.0"),
-     "needs vllm 0.32.0, the version that is tested, not 0.31.0; install"),
+def vllm_of(version: str) -> types.SimpleNamespace:
+    return types.SimpleNamespace(LLM=None, SamplingParams=None, __version__=version)
+
+
+@pytest.mark.parametrize(("module", "changes", "message"), [
+    (None, {}, r"vllm cannot be imported \(.*\); install requirements/gpu.txt"),
+    (vllm_of("0.31.0"), {}, "needs vllm 0.32.0, the version that is tested, not 0.31.0; install"),
+    (vllm_of(rollout_vllm.VLLM_VERSION), {}, "this vllm runs on cuda, and device=cpu; install the build for it"),
+    (None, {"tensor_parallel": 2}, "rollout.tensor_parallel=2 must divide 1, the number of processes"),
 ])
-def test_vllm_missing_or_of_another_version_is_an_error_with_the_remedy(module, message, tiny, monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", module)
-    with pytest.raises(ConfigError, match=message):
-        VLLMEngine(spec(tiny))
-
-
-def test_ranks_that_do_not_fill_engines_are_an_error(tiny):
-    with pytest.raises(ConfigError, match="rollout.tensor_parallel=2 must divide 1, the number of processes"):
-        VLLMEngine(spec(tiny, tensor_parallel=2))
-
-
-def test_a_vllm_built_for_another_device_is_an_error(tiny, monkeypatch):
-    package = types.SimpleNamespace(LLM=None, SamplingParams=None, __version__=rollout_vllm.VLLM_VERSION)
+def test_vllm_that_is_missing_or_does_not_fit_is_an_error_with_the_remedy(module, changes, message, tiny, monkeypatch):
     platform = types.SimpleNamespace(current_platform=types.SimpleNamespace(device_type="cuda"))
-    monkeypatch.setitem(sys.modules, "vllm", package)
+    monkeypatch.setitem(sys.modules, "vllm", module)
     monkeypatch.setitem(sys.modules, "vllm.platforms", platform)
-    with pytest.raises(ConfigError, match="this vllm runs on cuda, and device=cpu; install the build for it"):
-        VLLMEngine(spec(tiny))
+    with pytest.raises(ConfigError, match=message):
+        VLLMEngine(spec(tiny, **changes))

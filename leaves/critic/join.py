@@ -32,7 +32,7 @@ from leaves.critic.settings import Critic, Gae
 from metrics import Clock
 from model import BACKENDS, Attend, Decoder, at_least_float32
 from pack import Minibatch
-from records import Group, Metrics, PreparedRow, Rewards, Rolled, Row, frozen, lengths, pending
+from records import Group, Metrics, PreparedRow, Rolled, Row, frozen, lengths, pending
 from reward import reward_range
 from settings.kinds import Optim
 
@@ -98,13 +98,12 @@ def parts(cfg: Any, run: Any) -> Any:
         first=own.pretrain_steps,
         roles=learner.roles | {"critic": (model, critic.optimizers)},
         before_update=(*learner.before_update, partial(set_advantages, critic)))
-    return replace(run, learner=learner, advantage=compare_for_pruning,
-                   after_update=(*run.after_update, partial(fit_values, critic)))
-
-
-def compare_for_pruning(groups: list[Group], rewards: Rewards, settings: Gae) -> Tensor:
-    """Compute the advantages that pruning reads, [N, G]; the loss takes the critic's of every token."""
-    return group_norm(rewards.total_NG, correction=1, eps=1e-4)
+    return replace(
+        run,
+        learner=learner,
+        # Pruning reads these, [N, G]; the loss takes the critic's of every token.
+        advantage=lambda groups, rewards, settings: group_norm(rewards.total_NG, correction=1, eps=1e-4),
+        after_update=(*run.after_update, partial(fit_values, critic)))
 
 
 def rewards_of(minibatch: Minibatch, row: Row) -> Tensor:

@@ -252,8 +252,6 @@ def export_adapter(model: Decoder, settings: Lora, base: str, folder: Path) -> N
         "lora_alpha": settings.alpha,
         "target_modules": list(dict.fromkeys(name.rpartition(".")[2] for name in find_adapters(model))),
         "task_type": "CAUSAL_LM",
-        "lora_dropout": 0.0,
-        "inference_mode": True,
         # A path that peft finds from any folder, or a name on the hub.
         "base_model_name_or_path": str(path.resolve()) if path.is_dir() else base,
     }

@@ -18,7 +18,7 @@ A `Pool` replaces both the history of prompts and the sampler; the loop is the s
 else: the sequences that packing chooses from.
 """
 
-from dataclasses import fields, replace
+from dataclasses import field, fields, replace
 from operator import itemgetter
 from typing import Any
 
@@ -81,7 +81,7 @@ class Turn(PromptDraw):
 
     copy: int = 0          # which of the prompt's completions, if each is a group of its own (T-PPO)
     age: int = 0           # steps since it was drawn
-    so_far: tuple[Piece, ...] = ()  # of its group
+    so_far: tuple[Piece, ...] = field(default=(), hash=False)  # of its group
 
     @property
     def noted(self) -> dict:
