@@ -189,12 +189,11 @@ class Cache:
         """Append one token to every slot, behind used_S others; return the logits [S, V] of the next."""
         longest = self.longest
         own = int(used_S.max()) + 1
-        column = self.arange(max(longest, own))
         position_S = self.length_S + used_S
         # How far a key is behind the new token; -1: it is none.
-        of_prompt = position_S[:, None] - column[:longest]
-        of_prompt = of_prompt.where(column[:longest] < self.length_S[:, None], -1)
-        of_slot = used_S[:, None] - column[:own]
+        of_prompt = position_S[:, None] - self.arange(longest)
+        of_prompt = of_prompt.where(of_prompt > used_S[:, None], -1)
+        of_slot = used_S[:, None] - self.arange(own)
         back = torch.cat([of_prompt, of_slot], dim=1)
         bias_of = {}
         for window in set(self.model.shape.windows):

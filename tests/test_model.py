@@ -84,21 +84,6 @@ SEGMENTS = {
 }
 
 
-@pytest.mark.parametrize(("heads", "window"), [
-    ((4, 2), None), ((4, 4), None), ((6, 1), None), ((4, 2), 1), ((4, 2), 6)])
-@pytest.mark.parametrize("name", SEGMENTS)
-def test_padded_attention_equals_an_explicit_mask_in_value_and_gradient(name, heads, window):
-    """With key heads that several query heads share, and without."""
-    segments, generator = SEGMENTS[name], torch.Generator().manual_seed(0)
-    q, k, v, grad = (torch.randn(sum(segments.queries), count, 8, dtype=torch.float64, generator=generator)
-                     for count in (heads[0], heads[1], heads[1], heads[0]))
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    outs = [decoder.sdpa_padded(segments)(0, *inputs, window), attention_by_mask(*inputs, segments, window)]
-    torch.testing.assert_close(*outs, rtol=0, atol=1e-12)
-    for ours, expected in zip(*(torch.autograd.grad(out, inputs, grad) for out in outs), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
-
-
 def reference_kernel(q, k, v, first_query, first_key, longest_query, longest_key, window_size) -> torch.Tensor:
     """What the varlen kernels are said to compute: query i of a segment sees the keys from i + shift - window_size[0]
     to i + shift + window_size[1], with shift = keys - queries; -1 has no end."""
@@ -117,14 +102,21 @@ def reference_kernel(q, k, v, first_query, first_key, longest_query, longest_key
     return torch.cat(outs)
 
 
-@pytest.mark.parametrize("window", [None, 1, 6])
+@pytest.mark.parametrize(("heads", "window"), [
+    ((4, 2), None), ((4, 4), None), ((6, 1), None), ((4, 2), 1), ((4, 2), 6)])
 @pytest.mark.parametrize("name", SEGMENTS)
-def test_a_kernel_gets_the_window_that_an_explicit_mask_has(name, window):
+def test_padded_attention_equals_an_explicit_mask_in_value_and_gradient(name, heads, window):
+    """With key heads that several query heads share, and without; a kernel gets the window that the mask has."""
     segments, generator = SEGMENTS[name], torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(sum(segments.queries), heads, 8, dtype=torch.float64, generator=generator)
-               for heads in (4, 2, 2))
-    out = decoder.attend_by_kernel(segments, reference_kernel)(0, q, k, v, window)
-    torch.testing.assert_close(out, attention_by_mask(q, k, v, segments, window), rtol=0, atol=1e-12)
+    q, k, v, grad = (torch.randn(sum(segments.queries), count, 8, dtype=torch.float64, generator=generator)
+                     for count in (heads[0], heads[1], heads[1], heads[0]))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    outs = [decoder.sdpa_padded(segments)(0, *inputs, window), attention_by_mask(*inputs, segments, window)]
+    torch.testing.assert_close(*outs, rtol=0, atol=1e-12)
+    by_kernel = decoder.attend_by_kernel(segments, reference_kernel)(0, *inputs, window)
+    torch.testing.assert_close(by_kernel, outs[1], rtol=0, atol=1e-12)
+    for ours, expected in zip(*(torch.autograd.grad(out, inputs, grad) for out in outs), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
 
 
 def test_a_prompt_and_its_completions_by_hand():

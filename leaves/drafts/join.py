@@ -198,6 +198,5 @@ class DraftDecoding(Decoding):
         self.cache.copy_paths(tree, paths)
 
     def samples(self) -> list[Sample]:
-        plain = super().samples()
         return [DraftedSample(s.ids, s.logp, s.finished, drafted)
-                for s, drafted in zip(plain, self.drafted_N[:-1].tolist(), strict=True)]
+                for s, drafted in zip(super().samples(), self.drafted_N.tolist(), strict=False)]

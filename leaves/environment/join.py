@@ -101,9 +101,9 @@ class Dialogue(Sample):
     def is_whole(self, limit: int) -> bool:
         return self.cut or Sample.is_whole(self, limit)
 
-    def joined(self, piece: Sample) -> "Dialogue":
+    def joined(self, piece: "Dialogue") -> "Dialogue":
         """Append a new piece, with replies in it or without, to this unfinished completion."""
-        piece, length = as_dialogue(piece), len(self.ids)
+        length = len(self.ids)
         return replace(
             self,
             ids=self.ids + piece.ids,
@@ -121,13 +121,9 @@ class Dialogue(Sample):
         return replace(self, ids=self.ids[:end], logp=self.logp[:end], replies=replies)
 
 
-def as_dialogue(sample: Sample) -> Dialogue:
-    return sample if isinstance(sample, Dialogue) else Dialogue(sample.ids, sample.logp, sample.finished)
-
-
-def join(so_far: Dialogue | None, piece: Sample) -> Dialogue:
+def join(so_far: Dialogue | None, piece: Dialogue) -> Dialogue:
     """Append a new piece to an unfinished completion, if there is one."""
-    return so_far.joined(piece) if so_far else as_dialogue(piece)
+    return so_far.joined(piece) if so_far else piece
 
 
 def environment_metrics(rolled: Rolled, batch: Batch) -> Metrics:
@@ -177,8 +173,8 @@ class EnvironmentEngine:
         while dist.max_over_ranks(len(going_on)) if self.lock_step else going_on:
             asked = [self.continued(requests[i], pieces[i]) for i in going_on]
             sampled = self.engine.generate(asked, temperature, top_p, progress)
-            for i, piece in zip(going_on, sampled, strict=True):
-                pieces[i] = join(pieces[i], piece)
+            for i, s in zip(going_on, sampled, strict=True):
+                pieces[i] = join(pieces[i], Dialogue(s.ids, s.logp, s.finished))
             calls = [self.ask(requests[i], pieces[i]) for i in going_on]  # the workers take them in parallel
             for i, call in zip(going_on, calls, strict=True):
                 pieces[i] = self.answered(requests[i], pieces[i], call)

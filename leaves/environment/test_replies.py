@@ -16,7 +16,7 @@ from test_invariance import on_ranks
 from test_nat import ADV_NG, REWARD_NG, Short, cuts
 from test_objectives import OBJECTIVES, Case, assert_same
 
-from leaves.environment.join import Dialogue, as_dialogue, environment_metrics, join
+from leaves.environment.join import Dialogue, environment_metrics, join
 from leaves.windows.join import Piece
 from loss import token_weight
 from metrics import rollout_metrics
@@ -123,9 +123,9 @@ def test_pieces_are_joined_with_the_places_of_their_replies():
 
 def test_surprise_and_token_weights_are_of_own_tokens():
     plain = make_groups([[4, 3]], [2])
-    spread = [Group(plain[0].prompt, (
-        join(as_dialogue(plain[0].samples[0]), Dialogue([7, 7], [0, 0], True, replies=((0, 2),))),
-        plain[0].samples[1]))]
+    first, second = plain[0].samples
+    replied_to = Dialogue([*first.ids, 7, 7], [*first.logp, 0, 0], True, replies=((first.length, first.length + 2),))
+    spread = [Group(plain[0].prompt, (replied_to, second))]
     assert surprise(spread).tolist() == surprise(plain).tolist()
     adv_NG = torch.tensor([[1.0, -1.0]])
     for kind in ("token", "sequence", "constant"):

@@ -143,10 +143,10 @@ class Pool(PromptHistory):
         return [turn for _, turn in sorted(placed, key=itemgetter(0))]
 
     def recall(self, lines: list[dict]) -> list[Turn]:
-        begun = {turn_key(turn): turn.so_far for turn in self.begun}
-        turns = [take_turn(draw, line.get("copy", 0), line.get("age", 0))
+        begun = {turn_key(turn): turn for turn in self.begun}
+        turns = [take_turn(draw, line.get("copy", 0))
                  for draw, line in zip(super().recall(lines), lines, strict=True)]
-        return [replace(turn, so_far=begun.get(turn_key(turn), ())) for turn in turns]
+        return [begun.get(turn_key(turn), turn) for turn in turns]
 
     def record(self, rolled: Rolled) -> None:
         """Keep the groups that go on. The others are remembered if prune.prompts needs them."""
@@ -258,8 +258,8 @@ class Pool(PromptHistory):
         return replace(rewards, components=components, tokens_NG=among_all(rewards.tokens_NG, 0))
 
 
-def take_turn(draw: PromptDraw, copy: int = 0, age: int = 0) -> Turn:
-    return Turn(draw.prompt, draw.epoch, draw.prob, draw.weight, draw.number, copy, age)
+def take_turn(draw: PromptDraw, copy: int) -> Turn:
+    return Turn(draw.prompt, draw.epoch, draw.prob, draw.weight, draw.number, copy)
 
 
 def turn_key(draw: Turn) -> tuple[int, str, int]:

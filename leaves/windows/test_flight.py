@@ -11,13 +11,12 @@ from conftest import ROOT, TOY, attend_alone, gradients, load, parts_of, toy_con
 from test_invariance import on_ranks, step_metrics, trained_unchecked
 
 import config
-import data
 import train
 import update
-from collect import Sampler, Selection, choose
-from history import PromptHistory
+from collect import Selection, choose
 from infra import dist, runfolder
 from leaves.windows.join import Pool, age_metrics, parts
+from leaves.windows.test_window import one_round, pool_of
 from metrics import rollout_metrics
 from records import Group, Prompt, Rolled, Sample
 from rollout import tokens_before
@@ -59,20 +58,14 @@ def scripted(lengths: list[int], *settings: str) -> tuple[Pool, config.Config]:
                      "rollout.max_new_tokens=20", "windows.tokens=4", "windows.in_flight=2", "windows.max_age=2",
                      "advantage.kind=gae", "critic.lr=1", *settings, name="flight_toy.yaml")
     prompts = [Prompt(f"q{n}", (n + 3,), "1") for n in range(len(lengths))]
-    history, other = (PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5) for _ in range(2))
-    order = [prompts[k] for _, k in other.coming(len(prompts))]
+    order = [prompts[k] for _, k in pool_of(cfg, prompts).coming(len(prompts))]
     engine = Scripted({prompt.ids[0]: [length] for prompt, length in zip(order, lengths, strict=True)})
-    sampler = Sampler(engine, data.Tokenizer(TOY), cfg.rollout, cfg.reward, 0)
-    return Pool(history, sampler, cfg.windows, Sample), cfg
+    return pool_of(cfg, prompts, engine), cfg
 
 
 def one_step(pool: Pool, cfg: config.Config) -> tuple[Rolled, list[tuple[int, int, int]]]:
     """(length, age, old tokens) of what is trained on."""
-    draws = pool.draw(cfg.rollout.prompts_per_step)
-    groups = pool.rollout(draws)
-    rewards = pool.score(groups)
-    rolled = Rolled() + Rolled(draws, groups, rewards, rewards.total_NG.clone())
-    pool.record(rolled)
+    rolled = one_round(pool, cfg.rollout.prompts_per_step)
     batch = choose(rolled, Selection.of(cfg), 0)
     assert batch.places == list(range(len(batch.groups))) and batch.offered == len(batch.groups)
     return rolled, [(group.samples[0].length, draw.age, group.samples[0].old)

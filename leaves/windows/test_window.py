@@ -93,7 +93,7 @@ def one_round(pool: Pool, count: int) -> Rolled:
     draws = pool.draw(count)
     groups = pool.rollout(draws)
     rewards = pool.score(groups)
-    rolled = Rolled() + Rolled(draws, groups, rewards, torch.zeros_like(rewards.total_NG))
+    rolled = Rolled() + Rolled(draws, groups, rewards, rewards.total_NG.clone())
     pool.record(rolled)
     return rolled
 
