@@ -83,8 +83,7 @@ class Dialogue(Sample):
 
     @property
     def end(self) -> int:
-        ends = self.replies and self.replies[-1][1] == len(self.ids)
-        return self.replies[-1][0] if ends else len(self.ids)
+        return int(self.scored[-1]) + 1
 
     @property
     def scored(self) -> np.ndarray:

@@ -71,7 +71,7 @@ class Piece:
         return self if self.pending else replace(self, start=0)
 
     def first(self, count: int) -> "Piece":
-        before = len(self.places_from(0)) - self.trained
+        before = self.own - self.trained
         return replace(self, sample=self.sample.first(before + count))
 
 
