@@ -295,8 +295,12 @@ class Decoding:
         self.logp_NM[owner_K, step_K] = logp_K.double()
         made_K = step_K + 1
         ended_K = torch.isin(token_K, self.eos)
-        if self.stops:
-            ended_K |= self.mark_stopped(owner_K, made_K)
+        if self.stops:  # or does the newest token complete a text?
+            back_T = torch.arange(-self.stops.tokens, 0, device=made_K.device)
+            place_KT = (made_K[:, None] + back_T).clamp(min=0)
+            recent = self.ids_NM[owner_K[:, None], place_KT].tolist()
+            tails = [ids[-count:] for ids, count in zip(recent, made_K.tolist(), strict=True)]
+            ended_K |= torch.tensor(self.stops.reached(tails), device=made_K.device)
         self.made_N[owner_K] = made_K
         self.ended_N[owner_K] = ended_K
         over_K = ended_K | (made_K == self.limit_N[owner_K])
@@ -304,15 +308,6 @@ class Decoding:
         self.owner_S[slots] = owner_K
         # Idle slots stay at their first token: their place in the cache must not run over.
         self.step_S[slots] = made_K * (owner_K < self.count)
-
-    def mark_stopped(self, owner_K: Tensor, made_K: Tensor) -> Tensor:
-        """Mark the samples with a newest token that completes a stop text."""
-        back_T = torch.arange(-self.stops.tokens, 0, device=made_K.device)
-        place_KT = (made_K[:, None] + back_T).clamp(min=0)
-        recent_KT = self.ids_NM[owner_K[:, None], place_KT]
-        made = made_K.tolist()
-        tails = [ids[-count:] for ids, count in zip(recent_KT.tolist(), made, strict=True)]
-        return torch.tensor(self.stops.reached(tails), device=made_K.device)
 
     def samples(self) -> list[Sample]:
         """Return all samples, in the order that they were asked for."""

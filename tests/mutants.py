@@ -160,9 +160,9 @@ BUGS = {
     ],
     "leaves/windows/join": [
         ("return places[places >= first]", "return places", "window"),
-        ("draw.age >= settings.max_age", "draw.age > settings.max_age", "flight"),
+        ("draw.age >= self.settings.max_age", "draw.age > self.settings.max_age", "flight"),
         ("sampling.prompts_per_step - skipped", "sampling.prompts_per_step", "flight"),
-        ("replace(piece, old=piece.length, pending=False)", "replace(piece, pending=False)", "flight"),
+        ("replace(piece, **{before: piece.length}, pending=False)", "replace(piece, pending=False)", "flight"),
         ("draw.age + 1 + i // N", "draw.age + i // N", "flight"),
     ],
     "leaves/environment/join": [

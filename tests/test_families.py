@@ -79,17 +79,14 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_and_gradients_of_a_row_with_shared_prompts_are_those_of_transformers(name, folders):
+def test_logits_and_gradients_of_a_row_with_shared_prompts_are_those_of_transformers(name, folders, tmp_path):
     logits, gradients, largest = compare(folders(name))
     print(f"{name}: {logits:.1e} {gradients:.1e} {largest:.1e}")
     assert logits < 1e-8 and gradients < 1e-8 and largest > 1e-2
     logits, _, _ = compare(folders(name), torch.float32)
     print(f"{name} float32: {logits:.1e}")
     assert logits < 1e-5
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_settings_that_transformers_writes_and_published_ones_are_one_shape(name, folders, tmp_path):
+    # Settings that transformers writes and published ones are one shape.
     (tmp_path / "config.json").write_text((folders(name) / "new.json").read_text())
     shape = read_shape(folders(name))
     assert replace(read_shape(tmp_path), tied=shape.tied) == replace(shape, dtype=torch.float32)

@@ -185,16 +185,9 @@ def test_each_token_is_drawn_with_its_probability():
         token_S, logp_S = sample_tokens(logits_V.expand(100_000, -1), grid, temperature, top_p)
         torch.testing.assert_close(token_S.bincount(minlength=6) / 100_000, expected_V.float(), rtol=0, atol=1e-4)
         torch.testing.assert_close(logp_S, (logits_V / temperature).log_softmax(-1)[token_S])
-
-
-def test_the_largest_number_below_one_never_draws_a_token_of_probability_zero():
-    logits_V = torch.tensor([0.0, 1.0, -float("inf")])
-    token_S, _ = sample_tokens(logits_V[None], torch.tensor([1 - 2**-53], dtype=torch.float64), 1.0, 1.0)
-    assert token_S.tolist() == [1]
-
-
-def test_the_nucleus_ends_with_the_token_that_reaches_top_p():
     assert rollout.keep_nucleus(torch.tensor([[0.5, 0.25, 0.25]]), 0.5).tolist() == [[0.5, 0, 0]]
+    logits_V, largest = torch.tensor([0.0, 1.0, -float("inf")]), torch.tensor([1 - 2**-53], dtype=torch.float64)
+    assert sample_tokens(logits_V[None], largest, 1.0, 1.0)[0].tolist() == [1]  # and no token of probability 0
 
 
 def test_a_finished_slot_takes_the_next_prompt_at_once(tiny, monkeypatch):

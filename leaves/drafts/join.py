@@ -153,12 +153,6 @@ class DraftCache(Cache):
 
         tree.hidden_TD = self.compute(tree.ids, tree.positions, tree.rows, attend)
 
-    def copy_paths(self, tree: Tree, paths: Paths) -> None:
-        """Give slots the keys and values of the tree's tokens that they have followed."""
-        for pair, computed in zip(self.of_slots, tree.pairs, strict=True):
-            for slot, path in paths.items():
-                pair[:, slot, :, :len(path)] = computed[:, path].transpose(1, 2)
-
 
 class DraftDecoding(Decoding):
     """Decoding that follows drafts as far as they go."""
@@ -195,7 +189,9 @@ class DraftDecoding(Decoding):
             for slot in moving:
                 paths[slot].append(places[slot])
         self.drafted_N[begun_K] = self.made_N[begun_K]
-        self.cache.copy_paths(tree, paths)
+        for pair, computed in zip(self.cache.of_slots, tree.pairs, strict=True):
+            for slot, path in paths.items():  # the keys and values of the tokens that it has followed
+                pair[:, slot, :, :len(path)] = computed[:, path].transpose(1, 2)
 
     def samples(self) -> list[Sample]:
         return [DraftedSample(s.ids, s.logp, s.finished, drafted)

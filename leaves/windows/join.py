@@ -190,7 +190,11 @@ class Pool(PromptHistory):
     def rollout(self, draws: list[Turn]) -> list[Group]:
         """Go on with the groups of the pool, and begin one for each new draw that is kept."""
         kept = [draw for draw in draws if draw.kept]
-        groups = [[self.carry(piece) for piece in draw.so_far] or [None] * self.width for draw in kept]
+        before = "start" if self.one_by_one else "old"  # where tokens of earlier steps are counted
+        groups = []
+        for draw in kept:
+            pieces = [replace(piece, **{before: piece.length}, pending=False) for piece in draw.so_far]
+            groups.append(pieces or [None] * self.width)
         leaving = None
         while leaving is None:
             self.advance(kept, groups)
@@ -201,12 +205,6 @@ class Pool(PromptHistory):
             pieces = [replace(piece, pending=n not in leaving) for piece in groups[n]]
             rolled.append(OpenGroup(draw.prompt, tuple(pieces), one_window or n in leaving))
         return rolled
-
-    def carry(self, piece: Piece) -> Piece:
-        """Mark the tokens of a completion as those of earlier steps."""
-        if self.one_by_one:
-            return replace(piece, start=piece.length, pending=False)
-        return replace(piece, old=piece.length, pending=False)
 
     def advance(self, draws: list[Turn], groups: list[list[Piece | None]]) -> None:
         """Sample the next window of every completion that is not whole, in place."""
