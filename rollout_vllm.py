@@ -18,7 +18,6 @@ from infra.device import VLLM_VERSION, cache_bytes
 from infra.weights import compare_shapes
 from model import Decoder, empty_model
 from records import EngineSpec, Request, Sample
-from rollout import tokens_before
 from settings.loader import in_short
 
 PREFILL_TOKENS = 8192      # prompt tokens that it computes at once, on every card
@@ -116,7 +115,8 @@ class VLLMEngine:
             by_rank = dist.gather(by_rank)[dist.rank() - first:][:self.tensor_parallel]
         asked, params = [], []
         for request in chain.from_iterable(by_rank):
-            asked.append({"prompt_token_ids": list(tokens_before(request))})
+            so_far = request.so_far.ids if request.so_far else ()
+            asked.append({"prompt_token_ids": [*request.prompt.ids, *so_far]})
             params.append(self.params(
                 seed=request.seed,
                 temperature=temperature,
