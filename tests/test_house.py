@@ -26,7 +26,7 @@ from settings import loader as settings
 from settings.rules import REQUIRES
 
 pytestmark = pytest.mark.house
-FUNCTIONS, IN_FILES = 71, 17  # that one plain GRPO step enters outside model, engine and verify/; the aim is 64 in 16
+FUNCTIONS, IN_FILES = 66, 16  # that one plain GRPO step enters outside model, engine and verify/; the aim is 64 in 16
 DENSITY = 9.1             # tokens per line of code; 9.0 is the aim, nanoGPT has 8.4
 # Words that make a sentence hard to read -> at most so many per 1,000 words of code, of configs and of the pages.
 HARD_WORDS = {
