@@ -12,12 +12,12 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+from infra.named_sets import NAMED_SETS, find_file, find_named, read_named
 from infra.rows import (
     READERS,
     Columns,
     columns_of,
     find_cell,
-    find_file,
     messages_of,
     missing_column,
     spelled,
@@ -53,8 +53,6 @@ def load_problems(name: str, folder: str | None = None, training: bool = False,
     if Path(name).suffix in READERS:
         path = find_file(name)
     else:
-        from infra.named_sets import NAMED_SETS, find_named, read_named
-
         path = find_named(name, folder)
         if name in NAMED_SETS:
             columns, size = {}, NAMED_SETS[name][0]

@@ -1,11 +1,13 @@
-"""Read the data sets that have a name: published ones, from a folder or the hub, and generated sums."""
+"""Find data files, and read the data sets that have a name: published ones, from a folder or the hub, and
+generated sums."""
 
 import random
 import re
 from pathlib import Path
 
-from infra.rows import READERS, Rows, find_file
+from infra.rows import READERS, Rows
 from settings.loader import ConfigError, in_short
+from settings.paths import REPOSITORY, find_path
 
 # name -> (problems, file in data.dir, name on the hub)
 NAMED_SETS = {
@@ -30,6 +32,16 @@ SUMS = 300  # problems of a generated set
 GENERATED = re.compile(r"sums-\d+")
 CHOICES = (f"give a {', '.join(READERS)} file, one of {', '.join(NAMED_SETS)}, sums-SEED for generated sums, "
            "or a hub name such as openai/gsm8k:main:train")
+
+
+def find_file(name: str | Path) -> Path:
+    """Find the file of a data set. Raises ConfigError."""
+    path = find_path(name)
+    if not path.is_file():
+        places = dict.fromkeys((Path.cwd(), REPOSITORY))
+        where = "" if path.is_absolute() else f" from {', nor from '.join(map(str, places))}"
+        raise ConfigError(f"data file {path} not found{where}; {CHOICES}")
+    return path
 
 
 def find_named(name: str, folder: str | None) -> Path | None:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from records import Problem
 from settings.loader import ConfigError, parse_json
-from settings.paths import REPOSITORY, find_path
 
 Columns = dict[str, str | None]  # data.columns
 Rows = Iterator[tuple[str, dict]]  # each with its place
@@ -81,18 +80,6 @@ def read_csv(path: Path) -> Rows:
 
 
 READERS = {".jsonl": read_jsonl, ".csv": read_csv, ".parquet": read_parquet}
-
-
-def find_file(name: str | Path) -> Path:
-    """Find the file of a data set. Raises ConfigError."""
-    path = find_path(name)
-    if not path.is_file():
-        from infra.named_sets import CHOICES
-
-        places = dict.fromkeys((Path.cwd(), REPOSITORY))
-        where = "" if path.is_absolute() else f" from {', nor from '.join(map(str, places))}"
-        raise ConfigError(f"data file {path} not found{where}; {CHOICES}")
-    return path
 
 
 # ---- one row
