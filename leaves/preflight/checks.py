@@ -178,15 +178,16 @@ def check_rewards(settings: Reward, task: Task) -> Check:
     tokenizer writes and reads it."""
     tokenizer, built_in = task.tokenizer, replace(settings, custom=None, custom_file=None)
     answered = with_answers(task.problems)
-    tried = [(problem, text) for problem in answered or task.problems[:1]
-             for text in forge(problem.answer, tokenizer.opened)]
-    read = map(tokenizer.read, tokenizer.encode([text for _, text in tried]))
-    completions = [(text, problem, 1) for text, (problem, _) in zip(read, tried, strict=True)]
-    values = score(completions, 2 * (settings.overlong_tokens or 1), built_in, task.graded)
-    reached = dict(zip(list_components(built_in, task.graded), zip(*values, strict=True), strict=True))
-    best = {name: COMPONENTS[name][1 + (weight > 0)] for name, weight in built_in.weights.items()
-            if answered or name not in NEED_ANSWER}
-    missing = [name for name, value in best.items() if value not in reached[name]]
+    missing = {name for name in built_in.weights if answered or name not in NEED_ANSWER}
+    for problem in answered or task.problems[:1]:
+        texts = map(tokenizer.read, tokenizer.encode(forge(problem.answer, tokenizer.opened)))
+        rows = score([(text, problem, 1) for text in texts], 2 * (settings.overlong_tokens or 1), built_in,
+                     task.graded)
+        reached = dict(zip(list_components(built_in, task.graded), zip(*rows, strict=True), strict=True))
+        missing -= {name for name in missing
+                    if COMPONENTS[name][1 + (built_in.weights[name] > 0)] in reached[name]}
+        if not missing:
+            break
     return Check("good answers are rewarded", not missing,
                  f"{', '.join(sorted(missing)) or 'no component'} out of reach",
                  "no completion can be rewarded: the tokenizer cannot write or read the marks, or the gold "
