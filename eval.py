@@ -195,7 +195,7 @@ def name_changed_files(cfg: Config, names: list[str], tokenizer: Tokenizer) -> N
     """Print which files of the user's are not the ones that a run began with, if a config is a run's."""
     for run in (user_path(name).parent for name in names):
         if (run / "env.json").is_file():
-            from infra.copies import changed_files, files_of
+            from infra.runfolder import changed_files, files_of
 
             for setting, copy in changed_files(run, files_of(cfg.reward, tokenizer)).items():
                 if copy.is_file():

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from advantage import flat_groups, has_comparison
-from config import ConfigError
 from infra.dist import seed_for
 from prune import PROMPTS, Memory, adapt_p
 from records import Prompt, PromptDraw, Rolled
@@ -174,11 +173,6 @@ class PromptHistory:
     def restore(self, state: dict) -> None:
         self.place = state["place"]
         self.explore = state["explore"]
-        if "known" not in state:  # of a version that kept records by id
-            if state["records"] or state.get("pool"):
-                raise ConfigError("the checkpoint's history of prompts is an older Winnow's; go on with the "
-                                  "commit that env.json names, or begin a new run")
-            return
         known_K = np.unpackbits(state["known"].numpy(), count=len(self.records)).astype(bool)
         self.records[known_K] = state["records"].numpy().view(RECORD)
         self.known = int(known_K.sum())

@@ -20,8 +20,8 @@ import config
 from config import Config, ConfigError, Loss, Model, Pack, Update, has_reference
 from infra import dist
 from infra.checkpoint import Optimizers, Role, original_model, require_whole
-from infra.copies import COPIES
 from infra.export import prompted_files
+from infra.runfolder import COPIES
 from infra.signals import exit_status
 from infra.tokenizer import Tokenizer
 from infra.weights import find_model

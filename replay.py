@@ -37,7 +37,6 @@ from collect import Selection, choose
 from config import Config, ConfigError
 from infra import dist, runfolder
 from infra.checkpoint import replayable_steps
-from infra.copies import COPIES
 from infra.device import find_device
 from infra.dist import say
 from infra.lines import read_log, read_metrics
@@ -64,7 +63,7 @@ def step_config(folder: Path, step: int, changes: list[str]) -> Config:
             path = earlier
     # The user's own files may have changed since the run began: read the copies made then.
     copies = [f"{setting}={json.dumps(str(folder / name))}"
-              for setting, name in COPIES.items() if (folder / name).is_file()]
+              for setting, name in runfolder.COPIES.items() if (folder / name).is_file()]
     cfg = config.load(path, [*changes, *copies])
     return config.with_value(cfg, "log.to", None) if "trackers" in leaves.chosen(cfg) else cfg
 
@@ -107,7 +106,7 @@ def run_before(folder: Path, step: int, cfg: Config) -> Iterator[Run]:
 
 def link_run(folder: Path, step: int, cfg: Config) -> Config:
     """Fill the folder of a config with links to a run's small files and to the checkpoint before a step."""
-    there, names = Path(cfg.out), {*COPIES.values(), runfolder.SOFT_VALUES}
+    there, names = Path(cfg.out), {*runfolder.COPIES.values(), runfolder.SOFT_VALUES}
     (there / "config.yaml").write_text(config.dump(cfg))
     (there / "checkpoints").mkdir()
     if step > 1:

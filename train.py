@@ -41,7 +41,6 @@ from history import PromptHistory
 from infra import checkpoint, checks, dist, runfolder
 from infra.checkpoint import Checkpoints, find_newest, how_to_go_on, save_plainly
 from infra.choices import list_choices, longest_sampled, resolve_auto, settings_to_save
-from infra.copies import files_of
 from infra.device import engine_spec, find_device
 from infra.export import prompted_files
 from infra.rows import all_have_answers
@@ -149,7 +148,7 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     clock = Clock()
     folder = runfolder.require_free_folder(cfg, resume)
     task = load_task(cfg)
-    files = files_of(cfg.reward, task.tokenizer)
+    files = runfolder.files_of(cfg.reward, task.tokenizer)
     weights = leaves.through("weights", cfg, Weights())
     log = runfolder.RunLog(folder if dist.rank() == 0 else None)
     if folder.exists():

@@ -1,7 +1,7 @@
 """Write and read the run folder: the settings of a run, its logs, and how it ended.
 
     config.yaml  env.json  lock  metrics.jsonl  samples.jsonl  decisions.jsonl  eval_000005.jsonl  state.json
-    checkpoints/  hf/  hf_adapter/ (lora.py)  custom_reward.py  environment.py  chat_template.jinja (COPIES)
+    checkpoints/  hf/  hf_adapter/  custom_reward.py  environment.py  chat_template.jinja (COPIES)
 
 metrics.jsonl is the source of truth: a line per step and a line per evaluation; `step` counts the steps done.
 samples.jsonl has groups as text (metrics.sample_lines), decisions.jsonl the prompts and completions of each
@@ -31,8 +31,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 import config
-from config import Config, ConfigError
-from infra.copies import COPIES, Texts, changed_files
+from config import Config, ConfigError, Reward
 from infra.digests import hash_file
 from infra.figures import SCORES, score_text
 from infra.lines import (
@@ -46,18 +45,24 @@ from infra.lines import (
     write_json,
 )
 from infra.terminal import print_progress
+from infra.tokenizer import Tokenizer
 from records import Metrics
 from settings import leaves
 from settings.paths import user_path
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
 SILENT = 5  # steps without any signal that are warned of, once
-SOFT_VALUES = "soft_values.jsonl"  # methods/soft_value.py goes on with it
+SOFT_VALUES = "soft_values.jsonl"  # leaves/soft_value goes on with it
 Resume = Literal["never", "always", "auto"]  # auto: if there is a checkpoint to go on from
 NO_EFFECT_ON_STEPS = ("eval.", "checkpoint.", "log.")  # settings that no step depends on
 # Settings that save memory; they change the last bits of a step only.
 MEMORY_SETTINGS = ("pack.capacity", "model.checkpoint_blocks", "model.logp_chunk", "optim.offload",
                    "rollout.slots", "rollout.cache_gib", "rollout.sleep")
+# A copy of each, made at the start, lies in the run folder. A module that the reward file or the environment
+# imports from its own folder has a copy of the same name.
+COPIES = {"reward.custom_file": "custom_reward.py", "environment.file": "environment.py",
+          "data.chat_template": "chat_template.jinja"}
+Texts = dict[str, str | None]  # of COPIES and of helpers, as they are now; None if not set
 LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "math-verify")
 
 
@@ -167,6 +172,27 @@ def require_same_files(folder: Path, texts: Texts) -> None:
         raise ConfigError(f"--resume: the file of {setting} has changed since the run began; restore it from "
                           f"{copy}, write the new one over that copy to go on with it all the same, or start "
                           "a new run with --set out=...")
+
+
+def files_of(reward: Reward, tokenizer: Tokenizer) -> Texts:
+    """Return the texts of COPIES, as they were read."""
+    source = None
+    if reward.functions:
+        from infra.user_files import read_file
+
+        source = read_file(reward.custom_file, "reward.custom_file")
+    files = {"reward.custom_file": source and source.text} | dict(source.helpers if source else {})
+    return files | tokenizer.own_files
+
+
+def changed_files(folder: Path, texts: Texts) -> dict[str, Path]:
+    """Map each setting with a file that has changed since the run in a folder began to the copy there.
+
+    `texts` holds the present text of each file of COPIES, or None if it is not set.
+    """
+    copies = {setting: folder / COPIES.get(setting, setting) for setting in texts}
+    return {setting: copy for setting, copy in copies.items()
+            if texts[setting] != (copy.read_text() if copy.is_file() else None)}
 
 
 def is_done(cfg: Config, resume: Resume) -> bool:

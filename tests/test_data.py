@@ -291,16 +291,6 @@ def test_a_history_survives_a_checkpoint():
         assert fields_of(loaded) == fields_of(saved)
 
 
-def test_a_history_of_an_older_version_is_refused_unless_it_is_empty():
-    old = {"place": 3, "explore": (0.5, 0.5), "records": {}}
-    history = history_of(Greso())
-    history.restore(old)
-    assert history.place == 3 and history.known == 0
-    for more in ({"records": {"q0": (0.5, 0, 0, 0)}}, {"pool": [("q0", 0, 1.0, 1.0, 0, 0, [])]}):
-        with pytest.raises(ConfigError, match="older Winnow's; go on with the commit that env.json names"):
-            history.restore(old | more)
-
-
 def test_a_template_that_renders_nothing_is_an_error():
     tokenizer = data.Tokenizer(TOY)
     tokenizer.render = lambda *_: ""

@@ -15,7 +15,7 @@ from test_lost import run as run
 import config
 import train
 from config import ConfigError
-from infra import checkpoint, copies, dist, results, runfolder, user_files
+from infra import checkpoint, dist, results, runfolder, user_files
 from leaves.own_rewards import calls
 
 REWARD = "import helper\nfrom tools.inner import one\ndef reward(text):\n    return helper.worth(text) * one()\n"
@@ -37,7 +37,7 @@ def spoilt(what: str):
     """Change something that a run is made of, on this rank alone."""
     changes = {
         "code": (checkpoint, "hash_file", lambda path: str(path)),
-        "helper": (train, "files_of", lambda *given: copies.files_of(*given) | {"deep.py": "WORTH = 1"})}
+        "helper": (train, "files_of", lambda *given: runfolder.files_of(*given) | {"deep.py": "WORTH = 1"})}
     return patch.object(*changes[what]) if what in changes else nullcontext()
 
 
