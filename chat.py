@@ -8,10 +8,10 @@ A line is a question. /problem asks the next problem of data.eval and shows its 
 another conversation, /quit ends, and Ctrl-C ends an answer. The texts of an environment are part of it.
 """
 
-from infra import commands
+from infra import viewers
 
 if __name__ == "__main__":  # before the imports that take seconds
-    commands.of_chat(__doc__)
+    viewers.of_chat(__doc__)
 
 import sys
 from collections.abc import Iterator
@@ -123,7 +123,7 @@ def talk(conversation: Conversation) -> None:
 
 
 def main() -> int:
-    args = commands.of_chat(__doc__)
+    args = viewers.of_chat(__doc__)
     return exit_status(lambda: talk(Conversation(open_config(args.target, args.config, args.set))))
 
 

@@ -6,7 +6,7 @@
     python eval.py --model DIR [DIR ...] --suite competitions   # frozen: a line to cite, a paired table
     python eval.py --rescore results.json                       # grade the same responses again
     python eval.py --rescore results.json --also math-verify    # and math-verify's verdicts beside ours
-    python eval.py --compare a.json b.json                      # paired: difference, interval, McNemar's test
+    python eval.py --compare a.json b.json                      # paired: difference, interval and p
 
 --set changes settings as in training: eval.n, eval.temperature, eval.max_new_tokens, rollout.slots, ...
 train.py calls the same functions. With --out the responses are kept as they come, and an interrupted

@@ -12,10 +12,10 @@ folder.
 Dimension key:  N groups,  G completions per group,  P weights of this rank.
 """
 
-from infra import commands
+from infra import viewers
 
 if __name__ == "__main__":  # before the imports that take seconds
-    commands.of_replay(__doc__)
+    viewers.of_replay(__doc__)
 
 import json
 import sys
@@ -242,7 +242,7 @@ def replay(folder: Path, step: int, changes: list[str], draws: int) -> None:
 
 
 def main() -> int:
-    args = commands.of_replay(__doc__)
+    args = viewers.of_replay(__doc__)
     return exit_status(partial(replay, args.run, args.step, args.set, args.draws))
 
 

@@ -9,10 +9,10 @@ evaluation): at the budget that every finished run reached. --level adds the cos
 are under way are drawn and named, and left out of the tables. report.md has the tables for a pull request.
 """
 
-from infra import commands
+from infra import viewers
 
 if __name__ == "__main__":  # before the imports that take seconds
-    commands.of_report(__doc__)
+    viewers.of_report(__doc__)
 
 import argparse
 import base64
@@ -117,7 +117,7 @@ def watch(folders: list[Path], out: Path, level: float | None, seconds: int) -> 
 
 
 def main() -> int:
-    args = commands.of_report(__doc__)
+    args = viewers.of_report(__doc__)
     return exit_status(lambda: make_report(args), lambda: "the page stays as it was written last")
 
 

@@ -1,8 +1,4 @@
-"""The command lines of train.py and of the programs that look at a run.
-
-A program reads its command line before its other imports, as terminal.py says. That of eval.py, which can be
-taken away, is there.
-"""
+"""The command line of train.py, which is read before its other imports, as terminal.py says."""
 
 import argparse
 import math
@@ -12,7 +8,6 @@ from contextlib import redirect_stderr
 import config
 from infra.terminal import Plain, add_config, add_settings, count, new_parser
 from settings.loader import ConfigError
-from settings.paths import user_path
 
 CARDS = {"4090": 23.5, "L40S": 44.0, "A100": 79.0, "H100": 79.0, "H200": 139.0}  # GiB free on an empty one
 
@@ -39,42 +34,6 @@ def of_train(text: str | None) -> argparse.Namespace:
     if not args.config and args.settings is None:
         parser.error("the following arguments are required: --config")
     return args
-
-
-def of_replay(text: str | None) -> argparse.Namespace:
-    parser = new_parser(text)
-    add = parser.add_argument
-    add("run", type=user_path, metavar="RUN_DIR", help="a run folder")
-    add("--step", type=int, required=True, metavar="K", help="as the logs count them, from 1")
-    add_settings(parser, "another pruning: prune.completions.*, prune.tokens.*, prune.truncated, "
-                         "loss.denominator")
-    add("--draws", type=int, default=200, metavar="D",
-        help="how often a pruning is drawn again (200; 0: not)")
-    return parser.parse_args()
-
-
-def of_report(text: str | None) -> argparse.Namespace:
-    parser = new_parser(text)
-    add = parser.add_argument
-    add("runs", nargs="+", metavar="RUN_DIR", help="run folders, or patterns of them")
-    add("--out", type=user_path, help="a folder; the run's own for one run, else runs/report")
-    add("--level", type=float, metavar="PERCENT",
-        help="the accuracy to be reached; the reward where no set has an accuracy")
-    add("--watch", type=count, nargs="?", const=10, metavar="SECONDS",
-        help="go on while a run does: write the page again every so many seconds")
-    add("--card", action="store_true", help="write the card of the run's model instead")
-    add("--push-to-hub", metavar="NAME",
-        help="upload export and card instead, as a private model of the hub: USER/NAME")
-    return parser.parse_args()
-
-
-def of_chat(text: str | None) -> argparse.Namespace:
-    parser = new_parser(text)
-    add = parser.add_argument
-    add("target", help="a run folder, a Hugging Face folder, a checkpoint or a hub name")
-    add_config(parser, "Without it the run's own")
-    add_settings(parser)
-    return parser.parse_args()
 
 
 def refuse_early(args: argparse.Namespace) -> None:

@@ -1,0 +1,42 @@
+"""The command lines of the programs that look at a run, read before their other imports (terminal.py)."""
+
+import argparse
+
+from infra.terminal import add_config, add_settings, count, new_parser
+from settings.paths import user_path
+
+
+def of_replay(text: str | None) -> argparse.Namespace:
+    parser = new_parser(text)
+    add = parser.add_argument
+    add("run", type=user_path, metavar="RUN_DIR", help="a run folder")
+    add("--step", type=int, required=True, metavar="K", help="as the logs count them, from 1")
+    add_settings(parser, "another pruning: prune.completions.*, prune.tokens.*, prune.truncated, "
+                         "loss.denominator")
+    add("--draws", type=int, default=200, metavar="D",
+        help="how often a pruning is drawn again (200; 0: not)")
+    return parser.parse_args()
+
+
+def of_report(text: str | None) -> argparse.Namespace:
+    parser = new_parser(text)
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN_DIR", help="run folders, or patterns of them")
+    add("--out", type=user_path, help="a folder; the run's own for one run, else runs/report")
+    add("--level", type=float, metavar="PERCENT",
+        help="the accuracy to be reached; the reward where no set has an accuracy")
+    add("--watch", type=count, nargs="?", const=10, metavar="SECONDS",
+        help="go on while a run does: write the page again every so many seconds")
+    add("--card", action="store_true", help="write the card of the run's model instead")
+    add("--push-to-hub", metavar="NAME",
+        help="upload export and card instead, as a private model of the hub: USER/NAME")
+    return parser.parse_args()
+
+
+def of_chat(text: str | None) -> argparse.Namespace:
+    parser = new_parser(text)
+    add = parser.add_argument
+    add("target", help="a run folder, a Hugging Face folder, a checkpoint or a hub name")
+    add_config(parser, "Without it the run's own")
+    add_settings(parser)
+    return parser.parse_args()
