@@ -359,7 +359,7 @@ def test_a_pattern_of_models_is_evaluated_one_by_one(tmp_path, monkeypatch, comm
     printed = capsys.readouterr().out.splitlines()
     assert [line for line in printed if line.startswith("/")] == [str(tmp_path / name / "hf") for name in "abc"]
     for name in "abc":
-        result = json.loads((tmp_path / "out" / f"{name}.json").read_text())
+        result = json.loads((tmp_path / "out" / f"{name}_hf.json").read_text())
         assert result["head"]["model"]["path"] == str(tmp_path / name / "hf")
         assert result["results"]["few"]["count"] == 3
         alone = tmp_path / f"{name}.json"
