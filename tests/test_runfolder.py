@@ -154,7 +154,7 @@ def test_a_log_file_gets_one_plain_line_per_step(tmp_path, capfd):
     first = runfolder.read_log(tmp_path / "run" / "metrics.jsonl")[0]
     assert first["time/start"] > 0 < first["time/eval"]
     assert re.search(r"^seconds  start [\d.]+  eval [\d.]+  rollout ", out, re.MULTILINE)
-    assert f" eval.py --config {tmp_path}/run/config.yaml --model {tmp_path}/run/hf\n" in out
+    assert f"/eval.py --config {tmp_path}/run/config.yaml --model {tmp_path}/run/hf\n" in out
 
 
 def test_a_terminal_gets_a_bar_and_no_lines(tmp_path, monkeypatch):
