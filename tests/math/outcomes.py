@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import as_batch, as_rewards, gradients, make_groups, nudge, parts_of, toy_config
+from conftest import as_batch, gradients, make_groups, nudge, parts_of, toy_config
 from torch import Tensor
 
 import update
@@ -27,7 +27,7 @@ from prune import (
     systematic,
     thin,
 )
-from records import Batch, PromptDraw, Pruned, Rewards, Rolled
+from records import Batch, PromptDraw, Pruned, Rolled
 
 LENGTHS = [[3, 9, 5, 2], [4, 1, 7, 8]]
 REWARD_NG = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 1.5, 1.0]], dtype=torch.float64)
@@ -144,12 +144,6 @@ def by_both(step: Step, prob_N: list[float], compare: Callable, monkeypatch) -> 
         for part, pruned in outcomes(offers[0], step.cfg.prune.completions):
             monkeypatch.setitem(COMPLETIONS, kind, lambda candidates, _, pruned=pruned: pruned)
             yield chance * part, choose(rolled, selection, seed=0)
-
-
-def by_accuracy(step: Step, reward_NG: Tensor, rolled_out: tuple[bool, ...]) -> tuple[Rewards, Tensor]:
-    """Rewards and advantages of the prompts that are rolled out, z-scores of each group."""
-    rewards = as_rewards({"accuracy": reward_NG[list(rolled_out)]}, {"accuracy": 1.0})
-    return rewards, ADV_NG[list(rolled_out)]
 
 
 def bias_of_both(step: Step, batches: Iterator[tuple[float, Batch]], full: Batch, places: list[int],

@@ -1,18 +1,16 @@
-"""Prompts in proportion to what their last group showed: the probabilities, and unbiasedness over all outcomes of both
-levels together."""
+"""Prompts in proportion to what their last group showed: the probabilities, and what is drawn by them."""
 
 import math
 
 import pytest
 import torch
-from conftest import as_batch, as_rolled, make_groups
-from outcomes import ADV_NG, EXACT, Step, bias_of_both, by_accuracy, by_both
+from conftest import as_rolled, make_groups
 
 import config
 from advantage import group_norm
 from config import ConfigError
 from history import PromptHistory
-from prune import inclusion, keep_all, proportional_prob
+from prune import proportional_prob
 from settings.kinds import ProportionalPrompts
 
 NAN = math.nan
@@ -54,24 +52,6 @@ def test_as_many_are_expected_as_the_share_says_and_no_weight_is_too_large():
         assert (1 / prob_K).max() <= (1 + floor) / (share * floor) * (1 + 1e-9) or not seen_K.any()
         order_K = size_K[seen_K].argsort()
         assert (prob_K[seen_K][order_K].diff() >= -1e-12).all()
-
-
-def test_a_fractional_count_is_divided_in_proportion_too():
-    assert inclusion(torch.tensor([1.0, 2, 1]), 0.5).tolist() == pytest.approx([0.125, 0.25, 0.125])
-    assert inclusion(torch.tensor([1.0, 8, 1]), 1.5).tolist() == pytest.approx([0.25, 1, 0.25])
-
-
-@pytest.mark.parametrize(("normalize", "places"), [("sequence", [0, 1]), ("sequence", [0]), ("constant", [1])])
-def test_at_both_levels_together_the_mean_is_the_full_gradient(normalize, places, tiny, tmp_path, monkeypatch):
-    """Prompts of the sizes 0.3 and 0.9, and then `pps` among their completions, whose sizes know the prompts' weights;
-    of a step or of a mini-batch."""
-    step = Step(tiny, tmp_path / "run", f"loss.normalize={normalize}",
-                "prune.completions={kind: pps, keep: 2, scope: batch}",
-                "prune.prompts={kind: pps, share: 0.5}")
-    prob_N = proportional_prob(torch.tensor([0.3, 0.9]).double(), 0.5, 0.1).tolist()
-    assert prob_N == pytest.approx([0.25, 0.75])
-    full = as_batch(step.groups, ADV_NG, keep_all(ADV_NG))
-    assert bias_of_both(step, by_both(step, prob_N, by_accuracy, monkeypatch), full, places) < EXACT
 
 
 def test_what_the_seed_draws_has_these_probabilities_and_weights():

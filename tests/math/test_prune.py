@@ -63,10 +63,11 @@ def test_the_kept_dominate_the_dropped(keep, scope):
     assert torch.equal(pruned.weight_NG, pruned.keep_NG.double())
 
 
-@pytest.mark.parametrize("scope", ["group", "batch"])
-def test_keeping_all_is_no_pruning_bit_for_bit(scope):
-    everything, pruned = keep_all(ADV_NG), keep_largest(ADV_NG, 4, scope)
-    assert torch.equal(everything.keep_NG, pruned.keep_NG) and torch.equal(everything.weight_NG, pruned.weight_NG)
+def test_keeping_all_and_a_rate_of_0_are_no_pruning_bit_for_bit():
+    everything = keep_all(ADV_NG)
+    for pruned in (keep_largest(ADV_NG, 4, "group"), keep_largest(ADV_NG, 4, "batch"), bernoulli(ADV_NG, 0.0, 3),
+                   drop_bottom(ADV_NG, 0.0)):
+        assert torch.equal(everything.keep_NG, pruned.keep_NG) and torch.equal(everything.weight_NG, pruned.weight_NG)
 
 
 def test_the_paper_divides_by_k_the_release_by_the_tokens_of_the_survivors():
@@ -95,13 +96,6 @@ def test_below_the_mean_by_hand():
     torch.testing.assert_close(prob_NG, torch.tensor([[1, 0.3, 0.3, 0.3], [1] * 4, [1] * 4]).double())
 
 
-@pytest.mark.parametrize("kind", ["bernoulli", "bottom"])
-def test_a_rate_of_0_is_no_pruning_bit_for_bit(kind):
-    everything = keep_all(ADV_NG)
-    pruned = bernoulli(ADV_NG, 0.0, 3) if kind == "bernoulli" else drop_bottom(ADV_NG, 0.0)
-    assert torch.equal(pruned.keep_NG, everything.keep_NG) and torch.equal(pruned.weight_NG, everything.weight_NG)
-
-
 @pytest.mark.parametrize(("rate", "kept"), [(0.2, 4), (0.5, 3), (0.7, 2), (0.9, 1), (0.6, 2)])
 def test_the_bottom_fraction_rounds_down(rate, kept):
     """G = 5, as in the paper. And 0.58 x 50 is 29, though as floats it is a little less."""
@@ -111,7 +105,7 @@ def test_the_bottom_fraction_rounds_down(rate, kept):
 
 
 def test_inclusion_by_hand():
-    def prob(sizes: list[float], count: int) -> list[float]:
+    def prob(sizes: list[float], count: float) -> list[float]:
         return pytest.approx(inclusion(torch.tensor(sizes), count).tolist())
 
     assert prob([1, 1, 2], 2) == [0.5, 0.5, 1]
@@ -121,6 +115,8 @@ def test_inclusion_by_hand():
     assert prob([0, 0, 0], 2) == [0, 0, 0]
     assert prob([2, 2, 2, 2], 1) == [0.25] * 4
     assert prob([1, 2, 3], 3) == [1, 1, 1]
+    assert prob([1, 2, 1], 0.5) == [0.125, 0.25, 0.125]      # a count that is no whole number
+    assert prob([1, 8, 1], 1.5) == [0.25, 1, 0.25]
     assert prob([1, 1e-17], 1) == [1, 0]                     # what rounding leaves of a difference is no size
     assert prob([3.75, 3.75, 1e-16, 1e-16], 2) == [1, 1, 0, 0]
     assert prob([1e-17, 2e-17], 1) == [1 / 3, 2 / 3]         # small ones among themselves are

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import as_batch, as_rewards, as_rolled, make_groups, needed, others_slow, toy_config
+from conftest import as_batch, as_rewards, as_rolled, make_groups, needed, others_slow
 from outcomes import ADV_NG, EXACT, LENGTHS, REWARD_NG, Step, bias_of_both, by_both, distance, mean_of, outcomes
 from test_objectives import compare
 from torch import Tensor
@@ -19,9 +19,8 @@ import update
 from advantage import group_norm
 from collect import Selection, choose
 from config import ConfigError
-from history import PromptHistory
 from prune import COMPLETIONS, Candidates, below_mean, drop_bottom, keep_all, keep_largest, thin
-from records import Batch, Group, Pruned, Rewards, Rolled, lengths
+from records import Batch, Group, Pruned, Rewards, lengths
 from settings import kinds, leaves
 from settings.kinds import Bernoulli, Pps
 from settings.loader import choices, hints
@@ -197,8 +196,6 @@ def test_prompts_that_are_skipped_need_a_reward_of_every_completion(tiny, tmp_pa
 # ---- both levels
 
 PROMPTS, COMPLETIONS_TOO = "prune.prompts={kind: bernoulli, drop_prob: 0.6}", "{kind: bernoulli, drop_prob: 0.7}"
-
-
 BY_SURPRISE = "{kind: pps, keep: 2, scope: batch, by_cost: true}"
 
 
@@ -213,13 +210,14 @@ def both_levels(step: Step, monkeypatch, places: list[int], change=lambda batch:
     return bias_of_both(step, by_both(step, [0.4, 0.7], compared, monkeypatch), full, places, change)
 
 
-@pytest.mark.parametrize(("normalize", "places", "completions"), [
-    ("constant", [0], COMPLETIONS_TOO), ("sequence", [1], COMPLETIONS_TOO), ("sequence", [0, 1], BY_SURPRISE)])
-def test_at_both_levels_together_the_mean_is_the_full_gradient(normalize, places, completions, tiny, tmp_path,
+@pytest.mark.parametrize(("normalize", "places", "prompts", "completions"), [
+    ("constant", [0], PROMPTS, COMPLETIONS_TOO), ("sequence", [1], PROMPTS, COMPLETIONS_TOO),
+    ("sequence", [0, 1], "prune.prompts={kind: pps, share: 0.5}", BY_SURPRISE)])
+def test_at_both_levels_together_the_mean_is_the_full_gradient(normalize, places, prompts, completions, tiny, tmp_path,
                                                                monkeypatch):
     """Of a mini-batch, and of a whole step by PPS, whose sizes have the weights of prompts. Under token aggregation the
     number of tokens of a prompt skipped is unknown: a config error."""
-    step = at_both(tiny, tmp_path / "run", f"loss.normalize={normalize}", PROMPTS, completions=completions)
+    step = at_both(tiny, tmp_path / "run", f"loss.normalize={normalize}", prompts, completions=completions)
     assert both_levels(step, monkeypatch, places) < EXACT
 
 
@@ -301,29 +299,3 @@ def test_the_same_sees_the_bias_of_every_biased_arm(arm, tiny, tmp_path):
     step = Step(tiny, tmp_path / "run", f"loss.normalize={normalize}", f"loss.denominator={count}")
     full = Step(tiny, tmp_path / "run", f"loss.normalize={normalize}").gradient(keep_all(ADV_NG))
     require_bias(distance(mean_of(draws(), step.gradient), full), f"{arm}, {normalize}, count {count}")
-
-
-def test_weights_of_both_levels_make_up_for_what_is_dropped(tmp_path):
-    """z-test over 1,500 draws at G = 16 of a projection of the weights: prompts from their history, completions from
-    the step's seed, both multiplied."""
-    cfg = toy_config(tmp_path / "run", PROMPTS, "loss.denominator=all", f"prune.completions={COMPLETIONS_TOO}")
-    generator = torch.Generator().manual_seed(0)
-    groups = make_groups([[2] * 16] * 4, [1] * 4)
-    adv_NG, value_NG = (torch.randn(4, 16, dtype=torch.float64, generator=generator) for _ in range(2))
-    adv_NG *= torch.tensor([[0.1], [1.0], [0.2], [2.0]])
-    places = {group.prompt.id: n for n, group in enumerate(groups)}
-    history = PromptHistory([group.prompt for group in groups], cfg.prune.prompts, seed=7, middle=0.0)
-    history.record(as_rolled(groups, adv_NG, adv_NG))
-    estimates, passed = [], 0
-    for seed in range(1500):
-        draws = history.draw(4)
-        members = [places[draw.prompt.id] for draw in draws if draw.kept]
-        rewards = as_rewards({"accuracy": adv_NG[members]}, {"accuracy": 1.0})
-        rolled = Rolled() + Rolled(draws, [groups[n] for n in members], rewards, adv_NG[members])
-        batch = choose(rolled, Selection.of(cfg), seed)
-        passed += 4 - len(members)
-        estimates.append((batch.pruned.weight_NG * value_NG[members]).sum())
-        assert torch.equal(batch.pruned.weight_NG > 0, batch.pruned.keep_NG) and batch.offered == 4
-    estimate = torch.stack(estimates)
-    z = (estimate.mean() - value_NG.sum()) / (estimate.std() / 1500 ** 0.5)
-    assert abs(z) < 4 and passed / 1500 == pytest.approx(3 * 0.6, abs=0.1)
