@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 
 import torch
 
-from config import Config, ConfigError, build
+from config import Config, ConfigError, build, type_of
 from infra import dist
 from infra.choices import Choice, choose_kernels, list_choices
 from infra.commands import CARDS
@@ -55,7 +55,7 @@ def changes(cfg: Config, shape: Shape, machine: Machine) -> Iterator[tuple[str, 
     for change, cost in CHANGES.items():
         changed = cfg
         with suppress(ConfigError):  # the leaf of that setting may be gone
-            changed = build(settings.merge(asdict(cfg), settings.override(change, Config)))
+            changed = build(settings.merge(asdict(cfg), settings.override(change, type_of)))
         if changed != cfg and all(fine for _, fine, _ in all_rules(changed)):
             tried = try_on(changed, shape, machine)
             if fits(tried):
