@@ -6,9 +6,11 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -48,26 +50,22 @@ from settings import kinds, leaves, loader
 
 EXACT, BIASED = 1e-12, 1e-3
 wide = partial(torch.tensor, dtype=torch.float64)
-PLUGGED = (
-    (config.Config, "advantage", ESTIMATORS), (config.Prune, "completions", COMPLETIONS),
-    (config.Loss, "trust", loss.TRUST))
+SECTIONS = config.Config, config.Prune, config.Loss
+PLUGGED = *(section.__annotations__ for section in SECTIONS), ESTIMATORS, COMPLETIONS, loss.TRUST
 HOOKS = (
     (leaves, "through"), (update, "weigh"), (loss, "has_token_weights"), (learner, "has_token_weights"),
     (learner, "load_sharded"))
 
 
 @pytest.fixture
-def plugged():
+def plugged(monkeypatch):
     """Take every method out again that a test has plugged in."""
-    unions = [section.__annotations__[field] for section, field, _ in PLUGGED]
-    tables, hooks = [dict(table) for _, _, table in PLUGGED], [getattr(*hook) for hook in HOOKS]
-    yield try_method.plug_in
-    for (owner, field, table), union, before in zip(PLUGGED, unions, tables, strict=True):
-        owner.__annotations__[field] = union
-        table.clear()
-        table.update(before)
-    for (module, name), before in zip(HOOKS, hooks, strict=True):
-        setattr(module, name, before)
+    for hook in HOOKS:
+        monkeypatch.setattr(*hook, getattr(*hook))
+    with ExitStack() as stack:
+        for table in PLUGGED:
+            stack.enter_context(patch.dict(table))
+        yield try_method.plug_in
     loader.hints.cache_clear()
 
 
@@ -232,7 +230,7 @@ def test_numbers_cost_what_uniform_groups_cost_and_follow_the_rule(rule):
 def test_otb_has_the_true_gradient_without_the_own_sample_alone(own):
     mean = torch.zeros_like(LOGITS)
     for joint in itertools.product(CHANCE, repeat=3):
-        reward_G = torch.tensor([ANSWERS[answer] for answer in joint], dtype=torch.float64)
+        reward_G = wide([ANSWERS[answer] for answer in joint])
         adv_GL = otb.token_advantage(reward_G, otb.energy(*otb.padded([wide(LOGP[answer]) for answer in joint])), own)
         pull = sum(adv_L[:len(answer)] @ SCORES[answer] for adv_L, answer in zip(adv_GL, joint, strict=True))
         mean += math.prod(CHANCE[answer] for answer in joint) * pull / 3
@@ -320,14 +318,11 @@ def test_a_factor_is_the_gradient_of_its_surrogate(factor, surrogate, settings, 
     assert bool((f_C == 0).any()) == (far > 0.05 and factor is ctpo.cumulative)
 
 
-def test_signs_take_right_or_wrong_completions_without_a_baseline():
-    rewards = Rewards({"accuracy": torch.tensor([[1.0, 0.0, math.nan]]).double()}, {"accuracy": 1.0}, torch.ones(1, 3))
-    for settings, expected in ((signs.Signs(), [0.1, -1.0, math.nan]), (signs.Signs(right=0), [0.0, -1.0, math.nan]),
-                               (signs.Signs(right=1, wrong=0), [1.0, 0.0, math.nan])):
-        torch.testing.assert_close(signs.signs(rewards, settings), torch.tensor([expected]).double(), equal_nan=True)
-
-
-def test_forks_are_the_fifth_with_the_highest_entropy():
+def test_signs_take_right_or_wrong_completions_and_forks_the_fifth_with_the_highest_entropy():
+    rewards = Rewards({"accuracy": wide([[1.0, 0.0, math.nan]])}, {"accuracy": 1.0}, torch.ones(1, 3))
+    for settings, *expected in (({}, 0.1, -1.0), ({"right": 0}, 0.0, -1.0), ({"right": 1, "wrong": 0}, 1.0, 0.0)):
+        found_NG = signs.signs(rewards, signs.Signs(**settings))
+        torch.testing.assert_close(found_NG, wide([[*expected, math.nan]]), equal_nan=True)
     entropy_C = torch.tensor([0.1, 2.0, 0.3, 0.0, 1.0, 0.2, 0.1, 0.4, 0.0, 0.1])
     marked_C, = forks.weigh([], [], [entropy_C], config.Loss())
     assert marked_C.nonzero()[:, 0].tolist() == [1, 4]
@@ -387,16 +382,9 @@ def test_every_method_trains_through_the_script(method, plugged, command, tmp_pa
 def test_an_abort_run_that_is_resumed_repeats_its_tokens_and_aborts(plugged, command, tmp_path):
     settings = ("steps=4", "checkpoint.every=1", "checkpoint.keep=all")
     assert command(try_method, *words("abort", tmp_path / "whole", *settings)) == 0
-    real, runs = train.asked_to_stop, iter([False, False, True])
-
-    def stop_in_the_middle(stop):
-        return next(runs)
-
-    train.asked_to_stop = stop_in_the_middle
-    try:
+    runs = iter([False, False, True])
+    with patch.object(train, "asked_to_stop", lambda stop: next(runs)):  # in the middle
         assert command(train, *words("abort", tmp_path / "parts", *settings)[1:]) != 0  # it is plugged in by now
-    finally:
-        train.asked_to_stop = real
     assert len(decisions(tmp_path / "parts")) == 3
     assert command(train, *words("abort", tmp_path / "parts", *settings)[1:], "--resume") == 0
     assert decisions(tmp_path / "parts") == decisions(tmp_path / "whole")
@@ -465,6 +453,15 @@ def test_a_claim_is_judged_by_its_interval_and_its_bound(every_method, tmp_path,
     assert verdicts["pps less grpo"] == "holds" == verdicts["pps less cppo"] == verdicts["nsr less grpo"]
     assert verdicts["nsr less psr"] == "does not" and verdicts["otb less leave-one-out"] == "not run"
     assert "| cppo | 1e-4 | 1 | 3 |" in out and f"{5 * 6} runs, 0.3 CPU hours" in out
+    arms, _ = court.kept(results, court.ARMS)
+    level = court.speed_level(arms)
+    ratio = float(court.speed(arms, "pps", level).partition(" ")[0])
+    assert 40 + 0.7 * 20 < level < 41 + 0.8 * 22 and 1.5 < ratio < 2.5
+    assert court.speed(arms, "cppo", level) == "not reached in 3 of 3"
+    for record in arms["cppo"].values():
+        record.about["settings"]["steps"] = 4
+    assert all(court.paired_gap(arms, name, "grpo", "steps", 1) is None for name in ("cppo", "otb"))
+    assert court.paired_gap(arms, "cppo", "grpo", "seconds", 1).mean < 0
 
 
 def test_the_page_of_the_court_quotes_tables_that_it_prints_of_what_is_kept(every_method, capsys):
@@ -499,23 +496,6 @@ def test_rates_are_chosen_of_a_whole_grid_and_of_the_neighbour_of_an_end(every_m
         append(name, replace(record, about=record.about | {"finite": False}, lines=record.lines[:1]), results)
     assert court.chosen_rate("grpo", results) == "1e-4"
     assert court.validation_rows({"grpo": arm}, results)[0][1].endswith("2e-4: not finite, 4e-4: not finite")
-
-
-def test_a_claim_of_seconds_and_of_large_steps_by_hand(every_method, tmp_path):
-    results = tmp_path / "results.jsonl.xz"
-    for name, gain in (("grpo", 0.2), ("pps", 0.4), ("stages", 0.1)):
-        for seed in range(2):
-            make(results, court.run_of(name, court.ARMS[name], "1e-4", seed), gain)
-    arms = court.kept_arms(dict.fromkeys(court.ARMS, "1e-4"), court.SEEDS, results)
-    for record in arms["stages"].values():
-        record.about["settings"]["steps"] = 4
-    for name in ("stages", "otb"):
-        assert court.paired_gap(arms, name, "grpo", "steps", 1) is None
-    assert court.paired_gap(arms, "stages", "grpo", "seconds", 1).mean < 0
-    level = court.speed_level(arms)
-    assert 40 + 0.7 * 20 < level < 41 + 0.8 * 22
-    ratio = float(court.speed(arms, "pps", level).partition(" ")[0])
-    assert 1.5 < ratio < 2.5 and court.speed(arms, "stages", level) == "not reached in 2 of 2"
 
 
 FORK = (ROOT / "docs" / "fork.md").read_text().partition("## To try first")[2]
