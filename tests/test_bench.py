@@ -33,20 +33,14 @@ from leaves.lora.settings import Lora
 from model import Decoder
 
 
-@pytest.fixture
-def bench(tmp_path) -> gpu_parts.Bench:
-    return gpu_parts.Bench("updates", "1M", tmp_path / "out.jsonl", torch.device("cpu"), tmp_path, [])
-
-
 @pytest.mark.slow
 def test_the_gpu_bench_does_every_part_and_says_when_there_is_no_device(tmp_path):
     out = tmp_path / "results.jsonl"
-    done = subprocess.run([sys.executable, "bench/gpu.py", "--out", str(out)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed = run_program("bench/gpu.py", "--out", str(out))
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     rows = {name: {line.get("way"): line for line in lines if line["part"] == name} for name in gpu.PARTS}
     assert all(rows.values()), "every part has left a line"
-    assert ("NO CUDA DEVICE" in done.stdout) == (not rows["machine"][""]["cuda"])
+    assert ("NO CUDA DEVICE" in printed) == (not rows["machine"][""]["cuda"])
     assert 0 < rows["kernels"]["head"]["error of gradients"] < 0.02 and 0 < rows["kernels"]["sdpa"]["error"] < 0.02
     assert len(rows["check"]) == 7 and all(row["passed"] for row in rows["check"].values())
     updates = rows["updates"]
@@ -65,7 +59,7 @@ def test_the_gpu_bench_does_every_part_and_says_when_there_is_no_device(tmp_path
     assert min(rows["rollout"][f"{gpu_parts.OF_CPU.slots[1]} sequences"]["sampled tokens/s"]) > 0
     # As tests/test_repo.py asks of a section of RESULTS.md
     assert re.search(r"^Command: `python bench/gpu\.py .+`  \nCommit: \w{7}\b.*\. Date: 2\d{3}-\d\d-\d\d\. "
-                     r"Machine: .+\.$", done.stdout, re.MULTILINE)
+                     r"Machine: .+\.$", printed, re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -87,12 +81,12 @@ graded = grade([("2", r"\boxed{2.0}"), ("2", r"\boxed{3}"), ("2", r"\boxed{\sqrt
 assert [each["verdict"] for each in graded] == ["right", "wrong", "unparsed"], graded
 assert unreadable(["x + 1"]) == {"x + 1"}
 """)
-    done = subprocess.run([sys.executable, program], cwd=ROOT, capture_output=True, text=True,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0, done.stderr
+    run_program(str(program), env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
-def test_a_way_that_runs_out_of_memory_ends_alone(bench, capsys):
+def test_a_way_that_runs_out_of_memory_ends_alone(tmp_path, capsys):
+    bench = gpu_parts.Bench("updates", "1M", tmp_path / "out.jsonl", torch.device("cpu"), tmp_path, [])
+
     def exhausted() -> dict:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore lines")
 
@@ -209,18 +203,6 @@ def test_figures_of_a_device_are_those_that_torch_gives(tmp_path, monkeypatch):
         assert bench.sizes == sizes
 
 
-def test_what_programs_say_is_empty_where_they_fail_or_are_missing():
-    assert gpu_parts.said(sys.executable, "-c", "print('580.1\\n580.2')") == "580.1"
-    assert gpu_parts.said(sys.executable, "-c", "print(1 / 0)") == gpu_parts.said("no-such-program") == ""
-
-
-def test_a_part_that_does_not_exist_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--parts", "kernels,speed"])
-    with pytest.raises(SystemExit, match="2"):
-        gpu.main()
-    assert "give some of machine,kernels," in capsys.readouterr().err
-
-
 def test_a_table_has_the_columns_that_some_row_has_and_lists_as_their_median_and_range():
     rows = [{"part": "check", "shape": "", "way": "a", "seconds": [3.0, 1.0, 2.0], "passed": True, "GiB": None},
             {"part": "check", "shape": "", "way": "|b|", "failed": "why", "tokens": 12345, "rate": 54321.4}]
@@ -243,13 +225,18 @@ def test_flop_count_what_tokens_meet():
     assert shapes.flop(policy, [row], 4) == blocks * 7 + 4 * 40 * 4 + attention
 
 
+def run_program(name: str, *given: str, env=os.environ) -> str:
+    """Run a program in a process of its own; returns what it prints."""
+    done = subprocess.run([sys.executable, name, *given], cwd=ROOT, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
-def ran(name: str, *given: str) -> dict:
-    """Run a bench in a process of its own; returns its last line."""
-    done = subprocess.run([sys.executable, f"bench/{name}.py", *given], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    measured = json.loads(done.stdout.splitlines()[-1])
-    assert measured["bench"] == name and "\n| --" in done.stdout
+
+def last_line(name: str, *given: str) -> dict:
+    """What a bench has measured."""
+    printed = run_program(f"bench/{name}.py", *given)
+    measured = json.loads(printed.splitlines()[-1])
+    assert measured["bench"] == name and "\n| --" in printed
     return measured
 
 
@@ -275,7 +262,7 @@ def test_the_bench_of_packing_sees_idle_ranks():
 
 @pytest.mark.slow
 def test_the_bench_of_rollouts_measures_each_engine():
-    measured = ran("step", "--parts", "rollout", "--rounds", "1", "--shapes", "1M", "--slots", "32", "--halves")
+    measured = last_line("step", "--parts", "rollout", "--rounds", "1", "--shapes", "1M", "--slots", "32", "--halves")
     for engine in ("torch", "torch, bfloat16"):
         rates = {row["lengths"]: min(row["tokens/s"]) for row in measured["rollout"] if row["engine"] == engine}
         assert rates.keys() == {"fixed", "tailed"} and min(rates.values()) > 0
@@ -328,16 +315,14 @@ def test_the_bench_beside_trl_takes_steps_in_turns(few, tmp_path, monkeypatch, c
 
 @pytest.mark.peers
 def test_the_bench_beside_trl_runs_a_round():
-    result, = ran("peers", "--regimes", "flat", "--arms", "cppo4", "--rounds", "1")["results"].values()
+    result, = last_line("peers", "--regimes", "flat", "--arms", "cppo4", "--rounds", "1")["results"].values()
     assert [row["length"] for row in result] == [64, 64]
 
 
 @pytest.mark.slow
 def test_the_hour_on_a_gpu_runs_through_on_a_cpu(tmp_path):
-    done = subprocess.run([sys.executable, "experiments/gpu_hour.py", "--tiny", "--out", str(tmp_path)], cwd=ROOT,
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")][2:]
+    printed = run_program("experiments/gpu_hour.py", "--tiny", "--out", str(tmp_path))
+    rows = [line.strip("| ").split(" | ") for line in printed.splitlines() if line.startswith("| ")][2:]
     assert [cells[0] for cells in rows] == ["GRPO", "CPPO", "PPS", "PPS by surprise"]
     trained = [int(cells[3].replace(",", "")) for cells in rows]
     assert trained[0] > max(trained[1:]) and min(trained) > 0 and (tmp_path / "report" / "report.html").is_file()

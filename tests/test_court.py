@@ -130,7 +130,7 @@ def abort_outcomes(settings: abort.Abort):
             ids, logp, False, pending=not failed, prob=prob, weight=float(failed), aborted=True)
 
 
-def mean_over_aborts(settings: abort.Abort, size: int = 3) -> Tensor:
+def mean_over_aborts(settings: abort.Abort, size: int = 2) -> Tensor:
     each = [outcome for outcome in abort_outcomes(settings) if outcome[0]]
     assert sum(chance for chance, _ in each) == pytest.approx(1, abs=1e-12)
     total = torch.zeros_like(LOGITS)
