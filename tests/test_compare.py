@@ -219,11 +219,10 @@ def test_a_run_of_other_settings_that_is_worth_something_is_not_deleted(tmp_path
     (out / "config.yaml").write_text(config.dump(config.load(kept_runs.RECIPE, [f"out={out}"])))
     (out / "finished").write_text("1.0")
     assert kept_runs.train_once(out, kept_runs.RECIPE) == out
-    with pytest.raises(config.ConfigError, match="run is a run of other settings: move it"):
-        kept_runs.train_once(out, kept_runs.RECIPE, "steps=3")
-    (out / "finished").unlink()
-    with pytest.raises(config.ConfigError, match="run is a run of other settings: move it"):
-        kept_runs.train_once(out, kept_runs.RECIPE, "steps=3", resume=True)
+    for resume in (False, True):
+        with pytest.raises(config.ConfigError, match="run is a run of other settings: move it"):
+            kept_runs.train_once(out, kept_runs.RECIPE, "steps=3", resume=resume)
+        (out / "finished").unlink(missing_ok=True)
     assert (out / "config.yaml").is_file()
 
 

@@ -1,9 +1,7 @@
 """A step of a run done again is that step, and gradients under other prunings are those that training has."""
 
-import math
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,10 +13,8 @@ from test_invariance import on_ranks, trained_unchecked
 import config
 import replay
 import train
-from collect import Selection, choose
 from config import ConfigError
 from infra import dist, runfolder
-from records import Pruned
 
 KEPT = ["steps=3", "checkpoint.every=1", "checkpoint.keep=all", "data.limit=8", "eval.limit=2",
         "rollout.max_new_tokens=32"]
@@ -127,8 +123,7 @@ def test_each_draw_is_one_pass_of_the_training_step(name, run_of, monkeypatch, c
     monkeypatch.setattr(replay, "compare_gradients",
                         lambda *given: seen.append(compare_gradients(*given)) or seen[-1])
     text = shown(capsys, run_of(name), 3, "prune.completions={kind: pps, keep: 2, scope: batch}",
-                 "loss.denominator=all",
-                 draws=5)
+                 "loss.denominator=all", draws=5)
     drawn = 2 if name == "dppo" else 1  # its own pruning draws too, that of cppo does not
     assert text.count("mean of 5 draws") == drawn and len(seen) == 3 + drawn * 5
     printed = re.findall(r"mean of 5 draws +(.+)", text)[-1].split()[2:]
@@ -145,70 +140,22 @@ def test_a_gradient_is_compared_by_norm_cosine_and_squared_error():
     assert replay.compare_gradients(full, full).tolist()[1:] == [pytest.approx(1), 0]
 
 
-@pytest.mark.slow
-def test_the_expected_error_of_independent_draws_is_known(run_of):
-    """Bernoulli's squared error is the sum of (1/p - 1) |g_i|^2 over the full batch's squared norm: the mean over all
-    outcomes of a group, each by its probability. The gradient of a draw is the sum of w_i g_i over its completions."""
-    folder = run_of("cppo")
-    cfg = replay.step_config(folder, 3, ["prune.completions={kind: bernoulli, drop_prob: 0.7}", "loss.denominator=all"])
-    keep_all = replay.step_config(folder, 3, ["prune.completions.kind=none", "loss.denominator=all"])
-    own, (line, _) = replay.step_config(folder, 3, []), replay.read_step(folder, 3)
-    with replay.run_before(folder, 3, own) as run:
-        rolled = replay.roll_again(run.parts, line)
-        full = choose(rolled, Selection.of(keep_all), 0)
-        learner = replace(run.parts.learner, loss=cfg.loss)  # as that of keep_all
-        terms = []
-        for alone in torch.eye(full.adv_NG.numel()).bool():
-            alone_NG = alone.view_as(full.adv_NG)
-            pruned = Pruned(alone_NG, full.pruned.weight_NG * alone_NG, full.pruned.prob_NG)
-            terms.append(replay.gradient(learner, replace(full, pruned=pruned)))
-        terms_KP = torch.stack(terms).double()
-        product_KK = terms_KP @ terms_KP.T
-        draws = [choose(rolled, Selection.of(cfg), seed) for seed in range(4000)]
-        prob_K = draws[0].pruned.prob_NG.flatten()
-        expected = ((1 / prob_K - 1) * product_KK.diagonal()).sum() / product_KK.sum()
-        weight_DK = torch.stack([batch.pruned.weight_NG.flatten() for batch in draws])
-        for batch, weight_K in zip(draws[:3], weight_DK, strict=False):
-            drawn_P = replay.gradient(learner, batch)
-            assert torch.allclose(drawn_P.double(), weight_K @ terms_KP, atol=1e-5 * float(drawn_P.abs().max()))
-    found_D = ((weight_DK - 1) @ product_KK * (weight_DK - 1)).sum(dim=1) / product_KK.sum()
-    assert float(found_D.mean()) == pytest.approx(float(expected), abs=4 * float(found_D.std()) / math.sqrt(4000))
-    assert 0.05 < expected < 100
-
-
-def other_tokens(line: dict) -> None:
-    line["prompts"][2]["tokens"] = "0" * 16
-
-
-def other_weights(line: dict) -> None:
-    line["prompts"][1]["completion_weight"][0] += 0.5
-
-
-def other_prompt(line: dict) -> None:
-    line["prompts"][0]["id"] = "elsewhere/3"
-
-
-@pytest.mark.parametrize(("edit", "said"), [
-    (other_tokens, r"1 of 4 groups have come out with other tokens than .*, the first that of toy/train/\d+, .*"
-                   r"rollout.engine=torch"),
-    (other_weights, r"the completions of toy/train/\d+ have the tokens .* but other weights"),
-    (other_prompt, r"data.train=.*first.jsonl is not what it was: there is no elsewhere/3"),
-])
-def test_another_step_than_the_logged_one_is_an_error(edit, said, run_of, tmp_path):
+def test_another_step_or_model_than_the_logged_one_is_an_error(run_of, tiny, tmp_path):
     folder = shutil.copytree(run_of("cppo"), tmp_path / "changed")
-    lines = runfolder.read_log(folder / "decisions.jsonl")
-    edit(lines[1])
-    runfolder.rewrite_log(folder / "decisions.jsonl", lines)
-    with pytest.raises(ConfigError, match=said):
-        replay.replay(folder, 2, [], 0)
-
-
-def test_another_initial_model_is_seen_by_the_tokens(run_of, tiny, tmp_path):
-    to = shutil.copytree(run_of("cppo"), tmp_path / "moved")
-    text = (to / "config.yaml").read_text()
-    (to / "config.yaml").write_text(re.sub(r"path: .*toy/model", f"path: {tiny}", text))
+    for n, change, said in (
+            (2, {"tokens": "0" * 16}, r"1 of 4 groups have come out with other tokens than .*, the first that of "
+                                      r"toy/train/\d+, .*rollout.engine=torch"),
+            (1, {"completion_weight": [0.5] * 8}, r"the completions of toy/train/\d+ have the tokens .* but other wei"),
+            (0, {"id": "elsewhere/3"}, r"data.train=.*first.jsonl is not what it was: there is no elsewhere/3")):
+        lines = runfolder.read_log(run_of("cppo") / "decisions.jsonl")
+        lines[1]["prompts"][n] |= change
+        runfolder.rewrite_log(folder / "decisions.jsonl", lines)
+        with pytest.raises(ConfigError, match=said):
+            replay.replay(folder, 2, [], 0)
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(re.sub(r"path: .*toy/model", f"path: {tiny}", text))
     with pytest.raises(ConfigError, match="4 of 4 groups have come out with other tokens"):
-        replay.replay(to, 1, [], 0)
+        replay.replay(folder, 1, [], 0)
 
 
 @pytest.mark.parametrize(("step", "changes", "said"), [

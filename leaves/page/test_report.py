@@ -89,7 +89,8 @@ def test_a_sweep_is_told_apart_by_its_settings_and_every_cell_is_right(tmp_path,
         left_out = f"{folder} is left out of the tables: died after {step} of 10 steps."
         assert left_out in text and left_out in written
     cells = re.findall("<td[^>]*>([^<]*)</td>", text)
-    assert all(cell in cells and cell in written for rows in tables_of(folders).values() for row in rows[1:] for cell in row)
+    assert all({*row} <= {*cells} and all(cell in written for cell in row)
+               for rows in tables_of(folders).values() for row in rows[1:])
     assert "nan" not in written
     for level in (0, 120):
         with pytest.raises(ConfigError, match=f"--level {level} must be above 0 and at most 100, a percentage"):
@@ -196,6 +197,14 @@ def test_what_was_kept_by_difficulty():
     assert right[:, 2].tolist() == [1, 1] and wrong[:, 2].tolist() == [1, 3]  # a quarter: bin 2 of 10
     assert wrong[:, 0].tolist() == [0, 4] and right[:, 10].tolist() == [1, 3]
     assert right.sum() + wrong.sum() == 1 + 1 + 1 + 3 + 4 + 1 + 3
+    # Without answers by the reward, whose range is that of the run, wherever it lies.
+    kept = {"completion_weight": [1.0, 2.0, 0, 0]}
+    for low in (0, -1):
+        prompts = [kept | {"reward": [low + r for r in (0, 1, 0.5, 0.5)]}, {"reward": [low + 2, low + 2, None, low + 2]},
+                   {"reward": [low] * 4, "completion_weight": [1.0, 0, 0, 0]}, {"id": "skipped"}]
+        above, others = kept_by_difficulty([{"prompts": prompts}])
+        assert above[:, 2].tolist() == [1, 1] and others[:, 2].tolist() == [1, 3]
+        assert above[:, 10].tolist() == [0, 3] and others[:, 0].tolist() == [1, 4] and above.sum() == 5
 
 
 def test_a_page_of_a_long_run_has_every_kth_step_and_answer_and_says_so(tmp_path):
