@@ -31,6 +31,12 @@ LIMIT = 1500  # characters of a line: a value that is longer is shortened
 LONG_HEADER = b'{"a":"' + b"x" * 9_992 + b'"}'  # of 10,000 bytes; the library's error quotes it
 
 
+@pytest.fixture(autouse=True)
+def group(monkeypatch):
+    """Programs close the process group, which the tests behind them need."""
+    monkeypatch.setattr(dist, "close", lambda: None)
+
+
 def said_by(function, *given) -> str:
     with pytest.raises(ConfigError) as raised:
         function(*given)
@@ -57,20 +63,15 @@ def model(tmp_path) -> Path:
 @pytest.mark.parametrize(("name", "content", "message"), [
     ("config.json", {"num_attention_heads": 0}, "num_attention_heads=0 must be at least 1"),
     ("config.json", {"num_key_value_heads": 3}, "num_attention_heads=4, no multiple of num_key_value_heads=3"),
-    ("config.json", {"hidden_size": -4}, "hidden_size=-4 must be at least 1"),
-    ("config.json", {"vocab_size": True}, "vocab_size=True must be a whole number"),
     ("config.json", {"hidden_size": 10**9}, r"weights do not match config.json: .*, 1000000000\]"),
     ("config.json", {"num_hidden_layers": 10**9}, r"num_hidden_layers=1000000000 must be in \[1, 10000\]"),
     ("config.json", {"num_hidden_layers": 10**4}, "layers.9999.mlp.down_proj.weight is nothing, where it says"),
     ("config.json", {"vocab_size": 100}, "weights do not match config.json"),
-    ("config.json", {"num_hidden_layers": 3}, "weights do not match config.json"),
     ("config.json", {"tie_word_embeddings": False}, "lm_head.weight: nothing there"),
     ("config.json", {"rms_norm_eps": None}, "missing key 'rms_norm_eps'|rms_norm_eps=None must be"),
     ("config.json", {"head_dim": 3}, "a head_dim of 3, which is odd"),
-    ("config.json", {"rope_theta": "abc"}, "rope_theta='abc' must be a finite number"),
     ("config.json", {"rope_scaling": {"rope_type": "llama3"}}, "missing key 'factor'"),
     ("config.json", {"rope_scaling": [1]}, "rope_scaling="),
-    ("config.json", {"layer_types": 3}, "layer_types=3 must be a list"),
     ("config.json", {"model_type": ["qwen2"]}, "model_type="),
     ("config.json", {"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true or false"),
     ("config.json", {"eos_token_id": 477}, "eos_token_id=477 must be one or several of the 477 tokens"),
@@ -223,14 +224,11 @@ def logged(tmp_path_factory) -> Path:
     ("metrics.jsonl", ("step",), "1", ":3: 'step' is '1' and must be a number"),
     ("metrics.jsonl", ("time/eval",), "x", ":3: 'time/eval' is 'x' and must be a number"),
     ("metrics.jsonl", ("eval/few/low",), None, ":3: 'eval/few/low' is missing"),
-    ("state.json", ("state",), None, ":1: 'state' is missing"),
     ("samples.jsonl", ("completions", 0, "reward"), None, ":1: 'reward' is missing"),
     ("samples.jsonl", ("completions",), 3, " holds a value that no run writes .TypeError: 'int' object"),
-    ("eval_000001.jsonl", ("id",), None, ":1: 'id' is missing"),
     ("eval_000001.jsonl", ("responses", 0, "verdict"), None, ":1: 'reward' is missing"),
     ("eval_000000.jsonl", ("responses",), None, ":1: 'responses' is missing"),
     ("eval_000001.jsonl", ("set",), {}, " holds a value that no run writes .TypeError: unhashable"),
-    ("decisions.jsonl", ("prompts",), None, ":1: 'prompts' is missing"),
     ("decisions.jsonl", ("prompts", 0, "completion_weight"), [1.0], " holds a value that no run writes .ValueError"),
 ])
 def test_a_line_of_a_log_that_was_edited_is_named(name, keys, value, message, logged, tmp_path, monkeypatch):
@@ -251,18 +249,13 @@ def test_a_run_does_not_go_on_from_a_log_without_steps(logged, tmp_path):
 
 @pytest.mark.parametrize("torn", [b'{"step": 3, "rew', b'{"step": 3, "rew\n', b"\0\0\0\0\n\0\0", b"\n", b"[1]\n",
                                   b'{"step": "\xff"}\n'])
-def test_what_is_torn_at_the_end_of_a_log_is_left_out(torn, tmp_path):
+def test_what_is_torn_at_the_end_of_a_log_is_left_out_and_in_the_middle_named(torn, tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + torn)
     assert lines.read_log(path) == lines.mend_log(path) == [{"step": 1}, {"step": 2}]
     lines.append(path, {"step": 3})
     assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n{"step": 3}\n'
-
-
-@pytest.mark.parametrize("torn", [b"\0\0", b"{", b"[1]"])
-def test_a_line_that_is_torn_in_the_middle_is_named(torn, tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n' + torn + b'\n{"step": 3}\n')
+    path.write_bytes(b'{"step": 1}\n' + (torn.strip() or b"{") + b'\n{"step": 3}\n')
     assert f"{path}:2 is no JSON object, though lines behind it are" in said_by(lines.read_log, path)
 
 
@@ -275,8 +268,7 @@ def test_a_file_is_replaced_as_a_whole_or_stays(tmp_path):
     assert path.read_text() == "steps: 1"
 
 
-def test_a_run_whose_folder_is_removed_says_so(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(dist, "close", lambda: None)
+def test_a_run_whose_folder_is_removed_says_so(tmp_path, capsys):
     assert exit_status(lambda: lines.append(tmp_path / "run" / "metrics.jsonl", {"step": 1})) == 2
     assert f"error: No such file or directory: '{tmp_path}/run/metrics.jsonl'" in capsys.readouterr().err
 
@@ -288,7 +280,6 @@ def test_any_error_of_the_file_system_is_one_line_with_the_file(number, tmp_path
     def failing(old, new):
         raise OSError(number, os.strerror(number), str(old), None, str(new))
 
-    monkeypatch.setattr(dist, "close", lambda: None)
     monkeypatch.setattr(os, "replace", failing)
     path = tmp_path / "metrics.jsonl"
     assert exit_status(lambda: lines.rewrite_log(path, [{"step": 1}]), lambda: "go on") == 2
@@ -300,15 +291,13 @@ def test_an_error_of_reading_names_the_file_though_python_does_not(tmp_path, cap
     def failing(path, *given, **settings):
         raise OSError(errno.EIO, "Input/output error")  # as of read(), which has no name
 
-    monkeypatch.setattr(dist, "close", lambda: None)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     monkeypatch.setattr(Path, "read_bytes", failing)
     assert exit_status(lambda: lines.read_log(tmp_path / "metrics.jsonl")) == 2
     assert f"error: Input/output error: '{tmp_path}/metrics.jsonl'" in capsys.readouterr().err
 
 
-def test_a_disk_that_is_full_in_an_export_is_one_line_and_what_was_there_stays(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(dist, "close", lambda: None)
+def test_a_disk_that_is_full_in_an_export_is_one_line_and_what_was_there_stays(tmp_path, capsys):
     policy, out = load_model(TOY, torch.float32, torch.device("cpu")), tmp_path / "hf"
     export.export(policy, TOY, out)
     before = (out / "model.safetensors").read_bytes()
@@ -324,15 +313,13 @@ def test_a_disk_that_is_full_in_an_export_is_one_line_and_what_was_there_stays(t
     assert (out / "model.safetensors").read_bytes() == before
 
 
-def test_a_bug_has_its_traceback_and_before_it_how_to_go_on(capsys, monkeypatch):
-    monkeypatch.setattr(dist, "close", lambda: None)
+def test_a_bug_has_its_traceback_and_before_it_how_to_go_on(capsys):
     with pytest.raises(ZeroDivisionError):
         exit_status(lambda: 1 / 0, lambda: "go on")
     assert capsys.readouterr().err == "once what follows is mended: go on\n"
 
 
-def test_control_characters_of_texts_are_written_out_and_bars_still_move(capsys, monkeypatch):
-    monkeypatch.setattr(dist, "close", lambda: None)
+def test_control_characters_of_texts_are_written_out_and_bars_still_move(capsys):
 
     def program():
         print("name \x1b]0;owned\x07 \x9b2J \u202egnp\u2066 \x7f over\rwritten\ttab")
@@ -358,7 +345,6 @@ def test_control_characters_of_texts_are_written_out_and_bars_still_move(capsys,
     (("head", "sets", "few", "count"), 3, "few has 2 problems and its head 3"),
     (("head", "sets", "few", "count"), [4] * 1000, "its head [4, 4, 4, 4, 4, 4, ...]; the file was damaged"),
     (("head", "sets", "few", "count"), None, "few has 2 problems and its head None"),
-    (("head", "sets", "few"), None, "few has 2 problems and its head None"),
     (("head",), None, "is not a result of eval.py --out"), (("head",), [], "is not a result of eval.py --out"),
     (("results", "few"), 3, "holds a value that no run writes"),
 ])

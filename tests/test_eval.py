@@ -11,7 +11,6 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import survive
 from conftest import ROOT, TOY, toy_config
@@ -26,7 +25,6 @@ from infra import figures, results, runfolder
 from infra.digests import differences
 from records import Problem, Prompt, Sample
 from rollout import TorchEngine
-from verify import paired
 
 
 def sets(*changes: str) -> list[str]:
@@ -57,10 +55,9 @@ def test_training_and_the_command_give_identical_numbers(tmp_path, run, capsys):
     result = json.loads(out.read_text())
     assert result["head"]["system_prompt"] == prompt
     result = result["results"]["held_out"]
-    for key in ("accuracy", "low", "high", "lenient", "length", "truncated", "unparsed"):
-        assert result[key] == last[f"eval/held_out/{key}"]
-    assert result["pass"]["4"] == last["eval/held_out/pass"]
-    assert result["majority"]["4"] == last["eval/held_out/majority"]
+    numbers = result | {"pass": result["pass"]["4"], "majority": result["majority"]["4"]}
+    for key in ("accuracy", "low", "high", "lenient", "length", "truncated", "unparsed", "pass", "majority"):
+        assert numbers[key] == last[f"eval/held_out/{key}"]
     assert f"{result['accuracy']:.1%}" in capsys.readouterr().out
 
 
@@ -128,10 +125,6 @@ def test_the_verifiers_version_is_that_of_its_code(tmp_path, monkeypatch):
     assert len({true, edited, results.verifier_version()}) == 3
 
 
-class Interrupted(Exception):
-    pass
-
-
 def test_an_interrupted_evaluation_goes_on_to_the_same_file(tmp_path, monkeypatch, run, capsys):
     """Killed in its third chunk of five, with a line half written."""
     monkeypatch.setattr(evaluation, "ROUNDS_BETWEEN_WRITES", 1)
@@ -140,7 +133,7 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_file(tmp_path, monkeypatc
     def dies(self, prompts, *rest):
         calls.append(len(prompts))
         if len(calls) == 3:
-            raise Interrupted
+            raise RuntimeError
         return generate(self, prompts, *rest)
 
     def evaluate(name: str, *more: str) -> int:
@@ -149,7 +142,7 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_file(tmp_path, monkeypatc
 
     evaluate("whole.json")
     monkeypatch.setattr(TorchEngine, "generate", dies)
-    with pytest.raises(Interrupted):
+    with pytest.raises(RuntimeError):
         evaluate("cut.json")
     partial = tmp_path / "cut.json.partial"
     partial.write_text(partial.read_text() + '{"set": "few", "resp')
@@ -173,7 +166,7 @@ def test_scores_count_what_the_engine_wrote():
 
     class Scribe:
         def generate(self, requests, *rest):
-            asked.extend(request.seed for request in requests)
+            asked.extend((request.seed, request.limit, *rest[:2]) for request in requests)
             return [Sample(x, (-1.0,) * len(x), i % 3 > 0) for i, x in enumerate(tokenizer.encode(texts))]
 
     problems = [Problem(str(i), "q", "1") for i in range(3)]
@@ -182,26 +175,9 @@ def test_scores_count_what_the_engine_wrote():
     lengths = [len(x) for x in tokenizer.encode(texts)]
     scores = [result[key] for key in ("accuracy", "truncated", "length")]
     assert scores == pytest.approx([2 / 3, 1 / 3, sum(lengths) / 3])
-    evaluation.evaluate(Scribe(), tokenizer, few, evaluation.Sampling(7, seed=1))
-    assert len(set(asked)) == 6  # a seed for each problem and run
-
-
-def test_the_command_passes_its_arguments_on(tmp_path, monkeypatch, run):
-    asked, generate = [], TorchEngine.generate
-
-    def spy(self, requests, *rest):
-        first = requests[0]
-        asked.append((data.Tokenizer(TOY).decode(first.prompt.ids), (first.limit, *rest[:2]), self.slots, first.seed))
-        return generate(self, requests, *rest)
-
-    monkeypatch.setattr(TorchEngine, "generate", spy)
-    (tmp_path / "few.jsonl").write_text('{"question": "q", "answer": "1"}\n')
-    settings = sets("data.system_prompt=Zebra.", "eval.temperature=0.7", "eval.top_p=0.9", "rollout.slots=3",
-                    "eval.max_new_tokens=5")
-    for seed in "12":
-        run("--model", TOY, "--data", tmp_path / "few.jsonl", "--seed", seed, *settings)
-    assert all("Zebra." in text and rest == (5, 0.7, 0.9) and slots == 3 for text, rest, slots, _ in asked)
-    assert asked[0][3] != asked[1][3]
+    evaluation.evaluate(Scribe(), tokenizer, few, evaluation.Sampling(7, temperature=0.7, top_p=0.9, seed=1))
+    assert len({seed for seed, *_ in asked}) == 6  # a seed for each problem and run
+    assert [settings for _, *settings in asked] == [[7, 0.0, 1.0]] * 3 + [[7, 0.7, 0.9]] * 3
 
 
 @pytest.mark.parametrize(("name", "expected"), [
@@ -214,9 +190,6 @@ def test_papers_evaluate_as_their_configs_say(name, expected):
     found = cfg.data.eval, cfg.eval.n, cfg.eval.temperature, cfg.eval.top_p, cfg.eval.max_new_tokens
     assert found == expected[:5] and expected[5] in cfg.data.system_prompt
     assert cfg.reward.accuracy and cfg.data.max_prompt_tokens >= 512 and cfg.eval.limit == 7
-    names = {path.stem for path in (config.CONFIGS[0] / "eval").glob("*.yaml")}
-    suites = {"suite_competitions", "suite_school", "suite_sums"}
-    assert names == {"default", "cppo_gsm8k", "cppo_math", "cppo_amc_aime", "dapo"} | suites
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -259,9 +232,3 @@ def test_gpqa_is_asked_by_letters(tmp_path):
         question, _, *choices = problem.question.split("\n")
         assert f"{problem.answer}) yes" in choices and [c[:3] for c in choices] == ["A) ", "B) ", "C) ", "D) "]
     assert problems == load_problems("gpqa_diamond", str(tmp_path))
-
-
-def test_holm_and_flipped_signs_by_hand():
-    assert paired.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06]) and paired.holm([]) == []
-    assert paired.sign_flip(np.array([1.0, 1, 1, 1])) == pytest.approx(2 / 16, abs=0.02)
-    assert paired.sign_flip(np.array([1.0, -1, 0, 0])) == 1

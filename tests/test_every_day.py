@@ -62,7 +62,6 @@ def test_a_folder_without_a_step_done_is_taken_over_by_the_same_command_and_by_a
         (tmp_path / "run" / name).touch()
     assert command(train, "--config", yaml, "--resume") == 2
     assert "has no step done, so there is nothing to go on from; start it without --resume" in capsys.readouterr().err
-    assert command(train, "--config", yaml, "--check") == 0
     with monkeypatch.context() as patch:
         patch.setattr(train, "update", broken)
         assert command(train, "--config", yaml) == 2
@@ -138,8 +137,7 @@ def test_a_run_goes_on_for_longer_and_is_the_longer_run(stopped, tmp_path, comma
     (["optim.schedule=cosine"], ["optim.schedule=cosine", "steps=9"],
      r"steps \(2 there, 9 now\): optim.schedule=cosine has spread its rate over the steps there; resume with"),
     ([], ["steps=1"], r"other settings: steps \(2 there, 1 now\); resume with"),
-    ([], ["eval.every=1", "optim.lr=1", "steps=9"], r"other settings: optim.lr \(0.0001 there, 1.0 now\); resume with"),
-    ([], ["data.limit=2"], r"other settings: data.limit \(256 there, 2 now\); resume with")], ids=str)
+    ([], ["eval.every=1", "optim.lr=1", "steps=9"], r"settings: optim.lr \(0.0001 there, 1.0 now\); resume with")])
 def test_what_the_steps_done_depend_on_may_not_change(there, now, message, tmp_path):
     folder = begun(tmp_path / "run", toy_config(tmp_path / "run", *there), 0, 1)
     for resume in ("always", "auto"):
@@ -203,27 +201,18 @@ def going(folder, *settings: str):
                       f"data.train={folder / 'train.jsonl'}", f"data.eval={folder / 'test.jsonl'}", *settings)
 
 
-def in_another_order(text: str) -> str:
-    return "".join(reversed(text.splitlines(keepends=True)))
-
-
-def with_one_more_word(text: str) -> str:
-    return json.dumps(json.loads(text) | {"one_more": 1})
-
-
-@pytest.mark.parametrize(("name", "change", "setting"), [
-    ("train.jsonl", in_another_order, r"12 prompts of sha256 \w{16} at data.train, where there are now 12 prompts"),
-    ("test.jsonl", in_another_order, r"12 prompts of sha256 \w{16} at data.eval .test., where"),
-    ("model/tokenizer_config.json", with_one_more_word, "json and jinja files .* at model.path, where"),
-])
-def test_a_run_that_finds_other_inputs_does_not_go_on(name, change, setting, first_step):
-    path = first_step / name
-    before = path.read_text()
-    path.write_text(change(before))
-    try:
+def test_a_run_that_finds_other_inputs_does_not_go_on(first_step):
+    """Rows in another order, or a tokenizer's file with one word more."""
+    for name, setting in (
+            ("train.jsonl", r"12 prompts of sha256 \w{16} at data.train, where there are now 12 prompts"),
+            ("test.jsonl", r"12 prompts of sha256 \w{16} at data.eval .test., where"),
+            ("model/tokenizer_config.json", "json and jinja files .* at model.path, where")):
+        path = first_step / name
+        before = path.read_text()
+        reordered = "".join(reversed(before.splitlines(keepends=True)))
+        path.write_text(reordered if name.endswith("jsonl") else json.dumps(json.loads(before) | {"one_more": 1}))
         with pytest.raises(ConfigError, match=f"step_000001 was trained with {setting}.*or begin another run"):
             train.train(going(first_step, "steps=2"), resume="always")
-    finally:
         path.write_text(before)
 
 
@@ -278,15 +267,14 @@ def test_eval_takes_a_checkpoint_of_any_number_of_ranks(settings, tmp_path, comm
     assert f"{step} is not a whole checkpoint: policy/__0_0.distcp is not as it was" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o027])
-def test_an_export_can_be_read_by_whom_the_umask_lets(umask, tmp_path, tiny):
-    before = os.umask(umask)
+def test_an_export_can_be_read_by_whom_the_umask_lets(tmp_path, tiny):
+    before = os.umask(0o027)
     try:
         export(load(tiny), tiny, tmp_path / "hf")
     finally:
         os.umask(before)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "hf").iterdir()}
-    assert "model.safetensors" in modes and set(modes.values()) == {0o666 & ~umask}
+    assert "model.safetensors" in modes and set(modes.values()) == {0o640}
 
 
 # ---- paths
@@ -362,10 +350,10 @@ def test_a_pattern_of_models_is_evaluated_one_by_one(tmp_path, monkeypatch, comm
         result = json.loads((tmp_path / "out" / f"{name}_hf.json").read_text())
         assert result["head"]["model"]["path"] == str(tmp_path / name / "hf")
         assert result["results"]["few"]["count"] == 3
-        alone = tmp_path / f"{name}.json"
-        assert command(evaluation, "--model", tmp_path / name / "hf", *given, "--out", alone) == 0
-        assert json.loads(alone.read_text()) == result
-    for out, said in ((tmp_path / "a.json", "a.json must be a folder for the results of 2 models"),
+    alone = tmp_path / "b.json"
+    assert command(evaluation, "--model", tmp_path / "b" / "hf", *given, "--out", alone) == 0
+    assert json.loads(alone.read_text()) == json.loads((tmp_path / "out" / "b_hf.json").read_text())
+    for out, said in ((alone, "b.json must be a folder for the results of 2 models"),
                       (tmp_path / "no" / "x", f"--out: folder {tmp_path / 'no'} not found")):
         capsys.readouterr()
         assert command(evaluation, "--model", tmp_path / "a/hf", tmp_path / "b/hf", *given, "--out", out) == 2
@@ -392,15 +380,12 @@ def test_a_run_without_a_set_to_evaluate_on(tmp_path, command, capsys):
     assert "--data must be given" in capsys.readouterr().err
 
 
-def test_a_limit_evaluates_on_the_first_problems_and_leaves_all_out_of_training(tmp_path, capsys):
-    cfg = toy_config(tmp_path / "run", "eval.limit=2", f"data.train={tmp_path / 'few.jsonl'}")
-    rows = (ROOT / "toy" / "train.jsonl").read_text().splitlines(True)
-    (tmp_path / "few.jsonl").write_text((tmp_path / "few.jsonl").read_text() + rows[0])
-    eval_rows = (ROOT / "toy" / "test.jsonl").read_text().splitlines(True)[:6]
-    (tmp_path / "held_out.jsonl").write_text("".join(eval_rows))
-    cfg = replace(cfg, data=replace(cfg.data, eval=str(tmp_path / "held_out.jsonl")))
+def test_a_limit_evaluates_on_the_first_problems_and_leaves_all_out_of_training(tmp_path):
+    cfg = toy_config(tmp_path / "run", "eval.limit=2", f"data.train={tmp_path / 'both.jsonl'}")
+    held_out = (tmp_path / "few.jsonl").read_text().splitlines(True)
+    own = '{"question": "mine?", "answer": "1"}\n'
+    (tmp_path / "both.jsonl").write_text("".join([*held_out, own]))
     task = train.load_task(cfg)
-    assert [problem.question for problem in task.problems] == [json.loads(rows[0])["question"]]
-    held_out, = task.sets
-    assert [p.question for p in held_out.problems] == [json.loads(row)["question"] for row in eval_rows[:2]]
-    assert [p.id for p in held_out.prompts] == [p.id for p in held_out.problems]
+    assert [problem.question for problem in task.problems] == ["mine?"]
+    assert [p.question for p in task.sets[0].problems] == [json.loads(row)["question"] for row in held_out[:2]]
+    assert [p.id for p in task.sets[0].prompts] == [p.id for p in task.sets[0].problems]

@@ -75,12 +75,13 @@ def test_pickled_metadata_is_compared_with_its_digest_before_it_is_read(run, tmp
 @pytest.mark.parametrize(("named", "begun", "said"), [
     ("step_000001", 5, "names 'step_000001', and the newest that is there is step_000004: step_000004 is taken"),
     ("step_000002\n", 3, "names 'step_000002', and the newest that is there is step_000004: step_000002 is taken"),
-    (None, 5, None), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("step_000009", 5, "names 'step_000009', .* step_000004 is taken"), ("step_000004\n", 5, None)))])
+    (None, 5, None)])
 def test_a_pointer_to_another_step_than_the_newest_loses_nothing_and_is_said(named, begun, said, run, capsys):
-    """`cp -r` of a run that goes on takes `latest`, and then the folders that have replaced those it names."""
+    """`cp -r` of a run that goes on takes `latest`, and then the folders that have replaced those it names. An earlier
+    checkpoint goes on from the logs that are left."""
     pointer = run / "checkpoints" / "latest"
     pointer.unlink() if named is None else pointer.write_text(named)
+    without(run / "metrics.jsonl", lambda line: line["step"] >= begun)
     go_on(run)
     err = capsys.readouterr().err
     assert f"going on from step {begun - 1}" in err and steps(run) == [1, 2, 3, 4, 5]
@@ -131,14 +132,6 @@ def test_a_log_that_is_not_as_the_checkpoint_knows_it_is_named_and_stays(name, d
     assert left == {p.name: p.read_bytes() for p in run.iterdir() if p.is_file() and p.name != "lock"}
 
 
-@pytest.mark.slow
-def test_an_earlier_checkpoint_goes_on_from_the_logs_that_are_left(run):
-    without(run / "metrics.jsonl", lambda line: line["step"] > 2)
-    (run / "checkpoints" / "latest").write_text("step_000002")
-    go_on(run)
-    assert steps(run) == [1, 2, 3, 4, 5]
-
-
 def test_logs_are_flushed_and_their_hashes_go_on_where_they_were(tmp_path, monkeypatch):
     log, flushed = runfolder.RunLog(tmp_path), []
     monkeypatch.setattr(runfolder.os, "fsync", flushed.append)
@@ -174,8 +167,7 @@ def test_a_copy_that_does_not_say_which_run_it_is_changes_neither(original, tmp_
     assert command(train, "--config", fork / "config.yaml", "--resume", "--set", "steps=5",
                    "--set", f"out={fork}") == 0
     assert steps(fork) == [1, 2, 3, 4, 5] and (original / "metrics.jsonl").read_bytes() == before
-    assert command(train, "--config", fork / "config.yaml", "--resume", "--set", "steps=6") == 0  # it has its own now
-    assert steps(fork)[-1] == 6
+    assert config.load(fork / "config.yaml").out == str(fork)  # it has its own now
 
 
 @pytest.mark.slow

@@ -68,6 +68,12 @@ def test_mcnemar_by_hand(first, second, p):
     assert paired.mcnemar(first, second) == paired.mcnemar(second, first) == pytest.approx(p)
 
 
+def test_holm_and_flipped_signs_by_hand():
+    assert paired.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06]) and paired.holm([]) == []
+    assert paired.sign_flip(np.array([1.0, 1, 1, 1])) == pytest.approx(2 / 16, abs=0.02)
+    assert paired.sign_flip(np.array([1.0, -1, 0, 0])) == 1
+
+
 def test_paired_intervals_cover_the_truth_at_their_rate(monkeypatch):
     monkeypatch.setattr(paired, "RESAMPLES", 400)
     draw = np.random.default_rng(1)
