@@ -131,23 +131,6 @@ def test_a_prompt_is_computed_and_kept_once_however_its_slots_are_refilled(tiny,
     assert max(kept) == (4 * 5 + 3 * 11) * 2 * shape.layers * shape.kv_heads * shape.head_dim * 4
 
 
-def test_prompts_of_many_slots_stand_apart_from_those_of_one(tiny):
-    """Otherwise every prompt would have as many places for queries as the one with the most slots."""
-    cache = rollout.Cache(load(tiny), "sdpa", 12, prompts((4,) * 10), 5)
-    cache.admit([0, 1, 2, 3, 4, 5, 2, 2, 2, 2, 2, 2])
-    assert cache.cut == 5 * cache.heads and len(cache.slot) == (5 + 7) * cache.heads and not cache.alone
-    cache.admit([0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5])
-    assert cache.cut == 0 and len(cache.slot) == 12 * cache.heads and len(cache.held) == 6
-    cache.admit([0, 0, 0, 0, 0, 3, 4, 5, 6, 7, 8, 9])  # in place of 1 and 2, and new
-    assert cache.of_prompts[0][0].shape == (8, cache.heads, 3, cache.of_slots[0][0].shape[3])
-    assert sorted(cache.held) == [0, 3, 4, 5, 6, 7, 8, 9]
-    cache = rollout.Cache(load(tiny), "sdpa", 6, prompts((4, 9, 2, 3, 5, 6)), 5)
-    cache.admit([0, 1, 2, 3, 4, 5])
-    assert cache.alone
-    cache.admit([0, 0, 1, 2, 3, 4])  # row 5 waits for another prompt
-    assert len(cache.held) == 6 and not cache.alone
-
-
 def test_greedy_takes_the_largest_logit_of_a_full_forward(tiny):
     model = load(tiny, torch.float64)
     samples = engine(tiny, 3, torch.float64).generate(ask(prompts(), [0] * 8, 10), 0.0)

@@ -21,21 +21,12 @@ def test_binary_rewards_have_the_closed_form(right):
     torch.testing.assert_close(group_norm(reward_NG, correction=0, eps=0.0), expected)
 
 
-def test_one_outlier_of_sixteen_has_the_largest_advantage_of_the_released_codes():
-    reward_NG = torch.eye(16, dtype=torch.float64)[:1]
-    assert group_norm(reward_NG, correction=1, eps=0.0)[0, 0].item() == pytest.approx(3.75)
-
-
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1 / 3])
 def test_equal_rewards_give_exactly_zero(value):
     """0.1 and 1/3 are such that the mean of equal float32 numbers is off by an ulp."""
     reward_NG = torch.full((1, 7), value)
     for adv_NG in (group_norm(reward_NG, correction=1, eps=0.0), centred(reward_NG), leave_one_out(reward_NG)):
         assert (adv_NG == 0).all()
-
-
-def test_eps_is_added_to_the_deviation():
-    assert group_norm(torch.tensor([[1.0, 0.0]]), correction=0, eps=0.5).tolist() == [[0.5, -0.5]]
 
 
 def test_groups_do_not_mix_and_scale_does_not_matter():
@@ -48,11 +39,11 @@ def test_groups_do_not_mix_and_scale_does_not_matter():
     torch.testing.assert_close(adv_NG.std(dim=1), torch.ones(3, dtype=torch.float64))
 
 
-def test_a_group_of_one_has_no_advantage():
+def test_advantages_by_hand():
+    """The largest of 16 that the released codes give; eps, which is added to the deviation; a group of one."""
+    assert group_norm(torch.eye(16, dtype=torch.float64)[:1], correction=1, eps=0.0)[0, 0] == pytest.approx(3.75)
+    assert group_norm(torch.tensor([[1.0, 0.0]]), correction=0, eps=0.5).tolist() == [[0.5, -0.5]]
     assert group_norm(torch.tensor([[1.0], [0.0]]), 1, 1e-4).tolist() == [[0], [0]]
-
-
-def test_centred_and_leave_one_out_by_hand():
     reward_NG = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.1, 0.1, 0.1, 0.1]])
     assert centred(reward_NG).tolist() == [[0.75, -0.25, -0.25, -0.25], [0, 0, 0, 0]]
     torch.testing.assert_close(leave_one_out(reward_NG)[0], torch.tensor([1.0, -1 / 3, -1 / 3, -1 / 3]))
@@ -106,16 +97,13 @@ def test_decoupled_tells_rewards_apart_that_have_the_same_sum(correction):
     assert not decoupled(rewards({"accuracy": [[1, 1], [0, 0]]}, {"accuracy": 1.0}), correction, 1e-4).any()
 
 
-def test_an_estimator_of_another_shape_is_named(monkeypatch):
-    rewards = as_rewards({"accuracy": torch.zeros(2, 3)}, {"accuracy": 1.0})
-    monkeypatch.setitem(ESTIMATORS, "centred", lambda rewards, settings: rewards.total_NG.mean(dim=1))
-    with pytest.raises(ValueError, match=r"advantage.kind=centred returns shape \[2\], and must return \[2, 3\]"):
-        advantage(rewards, Centred())
-
-
-def test_an_advantage_that_takes_no_account_of_completions_without_a_reward_is_named(monkeypatch):
+@pytest.mark.parametrize(("estimate", "said"), [
+    (lambda reward_NG: reward_NG.mean(dim=1), r"shape \[1\], and must return \[1, 3\]"),
+    (lambda reward_NG: reward_NG - reward_NG.mean(), "nan for a completion that has a reward; ")])
+def test_an_estimator_of_another_shape_or_one_that_takes_no_account_of_missing_rewards_is_named(estimate, said,
+                                                                                               monkeypatch):
     """A mean of one's own over nan is nan for the whole group, which nobody would train on."""
     rewards = as_rewards({"a": torch.tensor([[1.0, torch.nan, 0.0]])}, {"a": 1.0})
-    monkeypatch.setitem(ESTIMATORS, "centred", lambda rewards, settings: rewards.total_NG - rewards.total_NG.mean())
-    with pytest.raises(ValueError, match="advantage.kind=centred returns nan for a completion that has a reward; "):
+    monkeypatch.setitem(ESTIMATORS, "centred", lambda rewards, settings: estimate(rewards.total_NG))
+    with pytest.raises(ValueError, match=f"advantage.kind=centred returns {said}"):
         advantage(rewards, Centred())

@@ -27,16 +27,6 @@ LEN_NG = torch.tensor([[10, 300, 20, 5], [7, 7, 1, 64]])
 ADV_NG = torch.tensor([[1.5, -0.2, 0.1, -1.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
 
 
-def test_weights_times_lengths_sum_to_one():
-    """per=token and per=sequence are means, over all or over the kept; per=constant is not a mean."""
-    prunings = keep_all(ADV_NG), *(keep_largest(ADV_NG, keep, "group") for keep in (1, 2))
-    for pruned, normalize in itertools.product(prunings, ("token", "sequence")):
-        total = (token_weight(LEN_NG, pruned, normalize, "kept", 64, 2) * LEN_NG).sum()
-        torch.testing.assert_close(total.item(), 1.0)
-    whole = token_weight(LEN_NG, keep_all(ADV_NG), "sequence", "all", 64, 2)
-    torch.testing.assert_close((whole * LEN_NG).sum(dim=1), torch.full((2,), 0.5, dtype=torch.float64))
-
-
 def test_weights_by_hand():
     """Kept: lengths 10 and 5 of the first group, 7 and 7 of the second."""
     pruned = keep_largest(ADV_NG, 2, "group")
@@ -149,18 +139,13 @@ def logps(ratios: list[float], old: list[float], adv: list[float], lengths: list
                     torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)))
 
 
-def test_the_sequence_ratio_of_one_token_is_the_tokens():
-    ratios = [0.5, 0.9, 1.0, 1.1, 1.5, 0.5, 1.5]
-    one = logps(ratios, [0.3] * 7, [1, 1, 1, 1, 1, -1, -1], [1] * 7)
-    by_token = clip(one, Clip(low=0.2, high=0.3))
-    torch.testing.assert_close(clip_sequence(one, ClipSequence(low=0.2, high=0.3)), by_token)
-
-
 def test_the_sequence_ratio_is_the_geometric_mean_and_stops_all_or_none():
-    """2 and 0.5 make 1; 1.2 and 1.8 make 1.47, which is stopped for A > 0 alone."""
+    """2 and 0.5 make 1; 1.2 and 1.8 make 1.47, which is stopped for A > 0 alone. Of one token it is the token's."""
     three = logps([2, 0.5, 1.2, 1.8, 1.2, 1.8], [0.1] * 6, [1, 1, 1, 1, -1, -1], [2, 2, 2])
     root = (1.2 * 1.8) ** 0.5
     assert clip_sequence(three, ClipSequence(low=0.2, high=0.3)).tolist() == pytest.approx([1, 1, 0, 0, root, root])
+    one = logps([0.5, 0.9, 1.0, 1.1, 1.5, 0.5, 1.5], [0.3] * 7, [1, 1, 1, 1, 1, -1, -1], [1] * 7)
+    torch.testing.assert_close(clip_sequence(one, ClipSequence(low=0.2, high=0.3)), clip(one, Clip(low=0.2, high=0.3)))
 
 
 def test_clamp_stops_no_token_and_without_a_bound_is_the_ratio():

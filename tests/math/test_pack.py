@@ -41,14 +41,10 @@ def test_every_item_lands_in_exactly_one_row_that_holds_it(kind, count, window):
     items = lengths(kind, count, random.Random(count))
     rows = best_fit(items, 1024) if window is None else within_window(items, 1024, window)
     assert sorted(i for row in rows for i in row) == list(range(count))
-    assert all(0 < sum(items[i] for i in row) <= 1024 for row in rows)
-
-
-def test_no_two_rows_could_be_merged():
-    """Best fit opens a row only when no open row takes the item, so any two rows together overflow one."""
-    items = lengths("tail", 500, random.Random(0))
-    fill = sorted(sum(items[i] for i in row) for row in best_fit(items, 1024))
-    assert fill[0] + fill[1] > 1024
+    fill = sorted(sum(items[i] for i in row) for row in rows)
+    assert all(0 < tokens <= 1024 for tokens in fill)
+    # Best fit opens a row only when no open row takes the item, so any two rows together overflow one.
+    assert window is not None or len(fill) < 2 or fill[0] + fill[1] > 1024
 
 
 def test_best_fit_by_hand():
@@ -268,17 +264,6 @@ def test_rows_are_of_the_smallest_capacity_that_keeps_the_rounds(window):
     assert smaller > 75 and anomalies < 5
 
 
-def test_every_rank_that_could_have_work_has_it():
-    """4 prompts, 4 completions of each, all would fit in one row: 8 ranks get a row each, half a group or so."""
-    ones_NG = torch.ones(4, 4)
-    minibatch = Minibatch(make_groups([[10] * 4] * 4, [3] * 4), ones_NG.bool(), ones_NG, ones_NG, ones_NG)
-    plans = packed_rows(minibatch, Pack(1000), ranks=8)
-    assert len(plans) == 8 and all(plan.counts for plan in plans)
-    assert [len(plan.members) for plan in plans] == [2] * 8
-    assert all(len({n for n, _ in plan.members}) == 1 for plan in plans)
-    assert len(packed_rows(minibatch, Pack(1000), ranks=1)) == 1
-
-
 def test_the_cheapest_row_fills_up():
     """Rows of 34, 31 and 20 tokens on 2 ranks: the fourth is the last of them, with weight 0."""
     ones_NG = torch.ones(3, 1)
@@ -311,17 +296,6 @@ def test_ranks_without_work_are_uneven(shape, tokens_packed, expected, monkeypat
     monkeypatch.setattr(dist, "world_size", lambda: ranks)
     assert sums[0].metrics(updates=1)["pack/imbalance"] == pytest.approx(expected)
     assert (total["rows"], total["packed"]) == (ranks, tokens_packed)
-
-
-def test_the_plan_is_a_function_of_lengths_and_ranks_alone():
-    """Every rank computes it for itself, from groups that it gathered: the same objects or equal ones."""
-    first, again = (drawn_minibatch(random.Random(7)) for _ in range(2))
-    for ranks in (1, 2, 3):
-        assert pack(first, Pack(60), ranks, 0.01) == pack(again, Pack(60), ranks, 0.01)
-    groups = [Group(g.prompt, tuple(Sample([5] * s.length, [0.0] * s.length, True) for s in g.samples))
-              for g in first.groups]
-    other = Minibatch(groups, first.keep_NG, -first.adv_NG, 2 * first.weight_NG, first.reward_NG)
-    assert pack(first, Pack(60), 2, 0.01) == pack(other, Pack(60), 2, 0.01)
 
 
 def test_nothing_kept_is_no_row_on_any_rank():
