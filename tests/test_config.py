@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import pytest
-from conftest import PUBLISHED, ROOT, SHIPPED
+from conftest import PUBLISHED, ROOT
 
 import config
 import train
@@ -96,7 +96,7 @@ NAMED = {
     "BERNOULLI": "prune.completions={kind: bernoulli, drop_prob: 0.5}", "PPS": "prune.completions={kind: pps, keep: 2}",
     "THINNED": "prune.prompts={kind: bernoulli, drop_prob: 0.5}", "WINDOW": "GAE & critic.lr=1 & windows.tokens=4",
     "FLIGHT": "windows.in_flight=3 & windows.max_age=2 & windows.tokens=4",
-    "RANKED": "prune.prompts={kind: rank, drop_prob: 0.5, max_skips: 2}", "GAE": "advantage.kind=gae",
+    "GAE": "advantage.kind=gae",
     "ONE": "advantage.kind=soft_value & rollout.group_size=1", "DECOUPLED": "advantage.kind=decoupled",
     "RESIDUAL": "advantage={kind: soft_value, residual: 1e-3}", "INFORMATIVE": "rollout.until=informative",
     "VLLM": "rollout.engine=vllm", "HUGE": "steps=1" + "0" * 400, "DEEP": "steps=" + "[" * 3000}
@@ -123,13 +123,11 @@ NAMED = {
     ("data.template=x", "data.template='x' must be a mapping {name: anything}, or null"),
     ("reward.custom=x", "reward.custom='x' must be a finite number, in [-1e6, 1e6], or a mapping {name: "),
     ("reward.custom=1e308", "reward.custom='1e308' must be in [-1e6, 1e6], or a mapping {name: "),
-    ("reward.custom={a: x}", "reward.custom.a='x' must be a finite number"),
     ("steps", "--set 'steps' must have the form setting=value"),
     ("steps=[a", "--set 'steps=[a': the value is not valid yaml: while parsing a flow sequence"),
     ("prune.completions={kind: topk, keep: 4, keep: 2}", "the value is not valid yaml: 'keep' is given twice in"),
     ("prune.completions={kind: topk, keep: 5}", "prune.completions.keep=5 must be in 1..4 (rollout.group_size); to"),
     ("prune.completions.kind=bernoulli", "missing key 'prune.completions.drop_prob' (a finite number, in [0, 1): no"),
-    ("prune.prompts={kind: rank, drop_prob: 0.5}", "missing key 'prune.prompts.max_skips' (a whole number, at least"),
     ("rollout.tensor_parallel=2", "rollout.tensor_parallel=2 must be left out, or 1, unless rollout.engine=vllm"),
     ("VLLM & model.dtype=float64", "model.dtype=float64 must be auto, float32 or bfloat16 with rollout."),
     ("VLLM & rollout.temperature=0.001", "rollout.temperature=0.001 must be at least 0.01 unless"),
@@ -137,10 +135,7 @@ NAMED = {
     ("loss={old_logp: engine, tis_cap: 2, trust: {kind: none}}", "loss.tis_cap=2.0 must be null with loss.trust.kind"),
     ("loss.old_logp=engine & loss.mask_ratio=2", "loss.old_logp=engine must be recompute with loss.mask_ratio=2.0"),
     ("PPS & loss.denominator=kept", "loss.denominator=kept must be all with prune.completions.kind=pps: its weights"),
-    ("THINNED & loss.normalize=token",
-     "loss.normalize=token must be sequence, constant or sum with prune.prompts.kind=bernoulli"),
-    ("RANKED & loss.normalize=token",
-     "loss.normalize=token must be sequence, constant or sum with prune.prompts.kind=rank:"),
+    ("THINNED & loss.normalize=token", "loss.normalize=token must be sequence, constant or sum with prune.prompts.kin"),
     ("prune.prompts={kind: rank, drop_prob: 0.1, max_skips: 2}", "=0.1 must be 0 or enough to skip one of 6 (rollout."),
     ("prune.completions={kind: bottom, drop_prob: 0.2}", "=0.2 must be 0 or enough to drop one of 4 (rollout.group"),
     ("THINNED & INFORMATIVE", "rollout.until=informative must be offered or full with prune.prompts.kind=bernoulli"),
@@ -153,18 +148,15 @@ NAMED = {
     ("rollout.group_size=1", "rollout.group_size=1 must be at least 2"),
     ("reward.accuracy=0", "reward.accuracy=0.0 must be other than 0: no other component has"),
     ("loss.trust.dual=1.1", "loss.trust.dual=1.1 must be above 1 + loss.trust.high"),
-    ("loss.trust.kind=clamp & loss.trust.dual=10", "loss.trust.dual belongs to clip and clip_sequence; this is clamp"),
     ("loss.kl_corrected=true", "loss.kl_corrected=True must be left out, or False, unless loss.kl: at 0 there"),
     ("loss.likelihood=0.1 & reward={accuracy: 0, tag_exact: 1}", "must be left out, or 0.0, unless reward.acc"),
     ("loss.likelihood=0.1 & THINNED", "loss.likelihood=0.1 must be 0.0 with prune.prompts.kind=bernoulli:"),
-    ("loss.entropy=0.1 & THINNED",
-     "loss.entropy=0.1 must be 0.0 with prune.prompts.kind=bernoulli: with loss.denominator=all"),
+    ("loss.entropy=0.1 & THINNED", "loss.entropy=0.1 must be 0.0 with prune.prompts.kind=bernoulli: with loss.denomin"),
     ("prune={truncated: true, prompts: {kind: bernoulli, drop_prob: 0.5}}", "=True must be False with prune."),
     ("RESIDUAL", "loss.trust.kind=clip must be none with advantage.residual=0.001: only then is its gradient"),
     ("RESIDUAL & loss.trust.kind=none", "loss.normalize=sequence must be sum with advantage.residual=0.001"),
     ("reward.overlong=1", "reward.overlong_tokens=None must be set with reward.overlong, and null without"),
     ("reward.overlong_tokens=4", "reward.overlong_tokens=4 must be set with reward.overlong"),
-    ("reward={overlong: 1, overlong_tokens: 0}", "reward.overlong_tokens=0 must be in 1..8"),
     ("reward={overlong: 1, overlong_tokens: 9}", "reward.overlong_tokens=9 must be in 1..8 (rollout.max_new"),
     ("reward.custom=1", "reward.custom_file=None must be set with reward.custom, and null without"),
     ("eval.n=2", "eval.n=2 must be left out, or 1, unless eval.temperature: at 0"),
@@ -178,10 +170,8 @@ NAMED = {
     ("GAE & advantage.bootstrap=true & critic.lr=1", "=true must be left out, or prev, unless windows.tokens: nothing"),
     ("GAE & critic.lr=1 & windows.tokens=9", "windows.tokens=9 must be in 1..8 (rollout.max_new"),
     ("windows.tokens=4", "advantage.kind=group_norm must be gae with windows.tokens=4: completions of one"),
-    ("WINDOW & loss={normalize: token, likelihood: 0.1}",
-     "loss.likelihood=0.1 must be 0.0 with windows.tokens=4: a step has"),
-    ("WINDOW & loss={trust: {kind: clip_sequence}, normalize: token}",
-     "must be clip, clamp, total_variation, binary_kl or none"),
+    ("WINDOW & loss={normalize: token, likelihood: 0.1}", "loss.likelihood=0.1 must be 0.0 with windows.tokens=4: a s"),
+    ("WINDOW & loss={trust: {kind: clip_sequence}, normalize: token}", "must be clip, clamp, total_variation, binary_"),
     ("WINDOW & prune.completions={kind: topk, keep: 2}", "=topk must be none with windows.tokens=4: an unfinished"),
     ("windows.in_flight=2", "windows.in_flight=2.0 must be left out, or 1.0, unless windows.max_age: no group may"),
     ("windows.max_age=1", "windows.max_age=1 must be null, or beside it either windows.in_flight above 1"),
@@ -319,11 +309,9 @@ def test_a_key_given_twice_is_named_with_its_file_and_line(good):
     assert load(good.parent / "twice.yaml").critic.lr == 1
 
 
-TOPK = "base: good.yaml\nprune: {completions: {kind: topk, keep: 2, scope: batch}}\n"
-
-
 def test_a_layer_that_names_another_kind_starts_its_section_empty(good):
-    write(good.parent, topk=TOPK, pps="base: topk.yaml\nprune: {completions: {kind: pps, keep: 3}}\n",
+    write(good.parent, topk="base: good.yaml\nprune: {completions: {kind: topk, keep: 2, scope: batch}}\n",
+          pps="base: topk.yaml\nprune: {completions: {kind: pps, keep: 3}}\n",
           same="base: topk.yaml\nprune: {completions: {kind: topk, keep: 3}}\n",
           gae="base: good.yaml\nadvantage: {kind: gae, lam: 0.9}\nrollout: {group_size: 2}\ncritic: {lr: 1}\n",
           eps="base: good.yaml\nadvantage: {eps: 1}\n", other="base: eps.yaml\nadvantage: {kind: decoupled}\n")
@@ -336,22 +324,19 @@ def test_a_layer_that_names_another_kind_starts_its_section_empty(good):
     assert load(folder / "gae.yaml", ["advantage.kind=centred", "critic.lr=null"]).advantage == kinds.Centred()
     with pytest.raises(ConfigError, match="missing key 'prune.completions.keep'"):
         load(folder / "topk.yaml", ["prune.completions.kind=pps"])
+    kind, keep = "prune.completions.kind=pps", "prune.completions.keep=3"  # overrides are one layer in any order
+    for overrides in ([kind, keep], [keep, kind], ["prune.completions={kind: pps, keep: 3}"],
+                      ["prune.completions={kind: bottom, drop_prob: 0.5}", "prune.completions={kind: pps, keep: 3}"]):
+        assert load(folder / "topk.yaml", overrides).prune.completions == kinds.Pps(keep=3)
     # The kind that a config has without naming it counts as named.
     assert load(folder / "eps.yaml", ["advantage.kind=group_norm"]).advantage.eps == 1
     assert load(folder / "other.yaml").advantage == kinds.Decoupled()
 
 
-def test_the_overrides_are_one_layer_in_whatever_order_they_come(good):
-    write(good.parent, topk=TOPK)
-    kind, keep = "prune.completions.kind=pps", "prune.completions.keep=3"
-    for overrides in ([kind, keep], [keep, kind], ["prune.completions={kind: pps, keep: 3}"],
-                      ["prune.completions={kind: bottom, drop_prob: 0.5}", "prune.completions={kind: pps, keep: 3}"]):
-        assert load(good.parent / "topk.yaml", overrides).prune.completions == kinds.Pps(keep=3)
-
-
 def test_overrides_win_in_order_and_yaml_reads_their_values(good):
     cfg = load(good, ["optim.lr=1e-6", "out=a", "out=b", "data.system_prompt=x: y", "loss.trust.dual=null",
-                      "prune={truncated: yes}", "optim={offload: true, beta1: 010.5e-2}", "rollout.slots=1_000"])
+                      "prune={truncated: yes}", "optim={offload: true, beta1: 010.5e-2, beta2: 0}",
+                      "rollout.slots=1_000", "loss.trust={low: 1, high: 0}", "eval.top_p=1"])
     assert (cfg.optim.lr, cfg.out, cfg.data.system_prompt, cfg.loss.trust.dual) == (1e-6, "b", "x: y", None)
     assert (cfg.prune.truncated, cfg.optim.offload, cfg.optim.beta1, cfg.rollout.slots) == (True, True, 0.105, 1000)
 
@@ -373,12 +358,6 @@ def test_numbers_of_yaml_1_1_are_texts_in_a_file(good):
     write(good.parent, dumped=config.dump(cfg), wrong="base: good.yaml\nsteps: 010\n")
     assert load(good.parent / "dumped.yaml") == cfg
     assert error_of(good.parent / "wrong.yaml", []) == "steps='010' must be a whole number, at least 1"
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_every_shipped_config_survives_the_round_trip(name, tmp_path):
-    write(tmp_path, dumped=config.dump(load(name)))
-    assert load(tmp_path / "dumped.yaml") == load(name)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -435,30 +414,12 @@ def test_settings_imports_nothing_of_the_project():
         assert not {name for name in ours if not name.startswith("settings")}, path.name
 
 
-def test_a_number_may_be_at_an_end_that_its_type_includes():
-    for kind, end in ((settings.Count, 1), (settings.ZeroToOne, 0), (settings.ZeroToOne, 1), (settings.Share, 1),
-                      (settings.BelowOne, 0)):
-        assert settings.convert(end, kind, "x") == end
-
-
 def test_files_that_are_no_config_are_named(tmp_path):
     said = error_of("cppo_toi.yaml", [])
     assert said.startswith("config 'cppo_toi.yaml' not found") and said.endswith("Did you mean 'cppo_toy.yaml'?")
     for text, message in (("a: [", "is not valid yaml"), ("- a", "'setting: value' lines"), ("", "must hold 'setting")):
         write(tmp_path, bad=text)
         assert message in error_of(tmp_path / "bad.yaml", [])
-
-
-def differing(section, path: str = "") -> set[str]:
-    """Settings of a config that are not at the default that their dataclass gives them."""
-    names = set()
-    for f in fields(section):
-        value = getattr(section, f.name)
-        if is_dataclass(value):
-            names |= differing(value, f"{path}{f.name}.")
-        elif f.default not in (MISSING, value):
-            names.add(path + f.name)
-    return names
 
 
 @pytest.mark.parametrize("name", ["grpo_toy", "cppo_toy", "vapo_math", "apo_gsm8k"])
@@ -476,10 +437,11 @@ def test_a_shown_config_loads_as_the_same_and_says_what_is_not_at_its_default(na
     keys = list(config.flatten(cfg))
     assert [line.split(":")[0].strip() for line in lines] == [key.rpartition(".")[2] for key in keys]
     marked = {key for key, line in zip(keys, lines, strict=True) if "# <- " in line}
-    first = {"advantage.kind": "group_norm", "prune.completions.kind": "none", "prune.prompts.kind": "none",
-             "loss.trust.kind": "clip"}
-    flat = config.flatten(cfg)
-    assert marked == differing(cfg) | {key for key, kind in first.items() if flat[key] != kind}
+    changed = {"data.system_prompt", "rollout.temperature", "rollout.stop", "data.columns", "reward.custom",
+               "reward.custom_file"}
+    assert changed <= marked and not marked & {"seed", "loss.trust.dual", "pack.window"}
+    assert ("advantage.kind" in marked) == (name in ("vapo_math", "apo_gsm8k"))
+    assert ("prune.completions.kind" in marked) == (name == "cppo_toy")
     assert "  temperature: 0.7                        # <- 1.0  divides the logits" in shown
 
 
@@ -494,14 +456,12 @@ def test_the_command_shows_a_config_and_runs_nothing(tmp_path, monkeypatch, comm
 def test_cppos_second_release_trains_as_its_scripts_say():
     """lzhxmu/CPPO, cppo_verl/recipe/cppo: gsm8k_cppo.sh and cppo_trainer.yaml at rate 0.75, from 8 prompts without
     pruning; its policy loss takes verl's default, the mean over tokens."""
-    cfg = load("cppo_gsm8k_verl.yaml")
-    roll, kept, trust = cfg.rollout, cfg.prune.completions, cfg.loss.trust
-    assert roll.prompts_per_step == 8 / (1 - 0.75) and roll.group_size == 16 and roll.max_new_tokens == 2048
-    assert (kept.kind, kept.scope, kept.keep) == ("topk", "batch", 16 * (1 - 0.75))
-    assert kept.keep * roll.prompts_per_step == 8 * 16 and cfg.update == config.Update(epochs=2, minibatches=1)
-    assert (trust.kind, trust.low, trust.high, trust.dual) == ("clip", 0.2, 0.2, 10)
-    assert (cfg.loss.normalize, cfg.loss.denominator, cfg.loss.kl, cfg.loss.entropy) == ("token", "kept", 0.04, 0)
-    assert (cfg.advantage.correction, cfg.advantage.eps) == (1, 1e-6)
-    optim = cfg.optim
-    assert (optim.lr, optim.schedule, optim.weight_decay, optim.clip_norm) == (1e-6, "cosine", 1e-4, 1)
-    assert cfg.steps == 7473 // 32 and optim.warmup_steps == int(0.1 * cfg.steps)
+    said = {"rollout.prompts_per_step": 8 / (1 - 0.75), "rollout.group_size": 16, "rollout.max_new_tokens": 2048,
+            "prune.completions.kind": "topk", "prune.completions.scope": "batch",
+            "prune.completions.keep": 16 * (1 - 0.75), "update.epochs": 2, "update.minibatches": 1,
+            "loss.trust.kind": "clip", "loss.trust.low": 0.2, "loss.trust.high": 0.2, "loss.trust.dual": 10,
+            "loss.normalize": "token", "loss.denominator": "kept", "loss.kl": 0.04, "loss.entropy": 0,
+            "advantage.correction": 1, "advantage.eps": 1e-6, "steps": 7473 // 32, "optim.lr": 1e-6,
+            "optim.schedule": "cosine", "optim.weight_decay": 1e-4, "optim.clip_norm": 1, "optim.warmup_steps": 23}
+    flat = config.flatten(load("cppo_gsm8k_verl.yaml"))
+    assert {key: flat[key] for key in said} == said
