@@ -24,7 +24,6 @@ from leaves.environment.worker import Reply, Turn, reply_to
 from records import Problem, Prompt, Request, Sample
 from rollout import tokens_before
 from settings.loader import ConfigError
-from verify import workers
 
 SUMS = """import re
 
@@ -32,6 +31,14 @@ def reply(text, row):
     found = re.search(r"(-?\\d+) ([+-]) (\\d+) =$", text)
     return found and f" {int(found[1]) + int(found[2] + found[3]) + 3}"
 """
+
+
+def functions_of(source: str) -> dict:
+    scope: dict = {}
+    exec(source, scope)
+    return scope
+
+
 TOKENIZER = data.Tokenizer(TOY, stop=["="])
 CLOSING = TOKENIZER.closing_token()
 
@@ -94,10 +101,8 @@ def one(script: list, reply, limit: int = 100, so_far: Sample | None = None, row
 # ---- turn by turn
 
 def test_replies_follow_turns_as_context_and_own_tokens_are_as_sampled():
-    scope: dict = {}
-    exec(SUMS, scope)
     script = ["2 + 3 =", ". 8 + 1 =", [*encode(".\n#### 12"), CLOSING]]
-    sample, engine = one(script, scope["reply"])
+    sample, engine = one(script, functions_of(SUMS)["reply"])
     assert TOKENIZER.decode(sample.ids) == "2 + 3 = 8. 8 + 1 = 12.\n#### 12"
     parts = [encode("2 + 3 ="), encode(" 8"), encode(". 8 + 1 ="), encode(" 12"), script[2]]
     assert sample.ids.tolist() == sum(parts, [])
@@ -134,26 +139,21 @@ def test_limits_cut_a_completion(settings, limit, length, cut):
     assert length is None or sample.own == length
     most = settings.get("max_context", 200)
     assert 3 + sample.length <= most and len(sample.replies) < settings.get("turns", 8)
-
-
-def test_a_turn_that_fills_the_context_is_cut_there_and_goes_on_no_more():
-    sample, engine = one(["1 + 1 + 1 + 1 + 1 + 1"], lambda text, row: " 2", max_context=8)
-    assert (sample.length, sample.cut, sample.finished, len(engine.asked)) == (5, True, False, 1)
+    filled, engine = one(["1 + 1 + 1 + 1 + 1 + 1"], lambda text, row: " 2", max_context=8)
+    assert (filled.length, filled.cut, filled.finished, len(engine.asked)) == (5, True, False, 1)
 
 
 def test_windows_give_the_completion_that_one_call_gives():
     """But for seeds: the same turns, cut anywhere, have the same replies at the same places."""
     script = [encode("20 + 30 ="), encode(". 53 + 1 ="), [*encode(".\n#### 57"), CLOSING]]
-    scope: dict = {}
-    exec(SUMS, scope)
-    whole, _ = one(list(script), scope["reply"])
+    reply = functions_of(SUMS)["reply"]
+    whole, _ = one(list(script), reply)
     for size in range(1, 7):
         engine = Scripted({"q": list(script)})
-        through = EnvironmentEngine(engine, TOKENIZER, Inline(scope["reply"]), lock_step=False)
+        through = EnvironmentEngine(engine, TOKENIZER, Inline(reply), lock_step=False)
         so_far = None
         while so_far is None or not so_far.finished:
-            request = Request(Prompt("q", (5, 6, 7), "1"), 1, size, so_far)
-            piece, = through.generate([request], 1.0)
+            piece, = through.generate([Request(Prompt("q", (5, 6, 7), "1"), 1, size, so_far)], 1.0)
             so_far = join(so_far, piece)
         assert so_far == whole
 
@@ -174,10 +174,7 @@ def test_a_text_behind_a_closed_answer_is_a_message_of_the_user():
     assert shown == "#### 5<|im_end|>\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n#### 6<|im_end|>"
     messages, _ = one(turns, lambda text, row: None if "6" in text else [{"role": "user", "content": "higher"}])
     assert messages == sample
-
-
-def test_messages_behind_a_stop_close_the_answer():
-    answer = [{"role": "tool", "content": "2"}]
+    answer = [{"role": "tool", "content": "2"}]  # messages behind a stop close the answer
     sample, _ = one(["1 + 1 =", [CLOSING]], lambda text, row: None if "2" in text else answer)
     assert TOKENIZER.decode(sample.ids, special=True) == (
         "1 + 1 =<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n<|im_end|>")
@@ -218,24 +215,13 @@ def ask(file: EnvironmentFile, newest: str, row: dict | None = None) -> Reply:
     return file.wait(file.ask(newest, newest, row or {}), "q")
 
 
-def test_tools_are_described_by_their_types_and_docstrings(tmp_path):
-    add, fail = opened(tmp_path, ADD).tools
-    assert add["type"] == "function" and add["function"]["name"] == "add"
-    assert add["function"]["description"] == "Add two numbers."
-    given = add["function"]["parameters"]
-    assert given["properties"]["a"]["type"] == "integer" and given["required"] == ["a"]
-    assert fail["function"]["parameters"]["properties"]["text"]["type"] == "string"
-
-
 @pytest.mark.parametrize(("form", "turn", "calls"), [
     ("qwen", 'So <tool_call>\n{"name": "add"}\n</tool_call> <tool_call>x</tool_call>', 2),
     ("qwen", '{"name": "add"}', 0), ("plain", 'I add {"name": "add", "arguments": {"a": 1}}', 1),
     ("llama", '<|python_tag|>{ "name" : "add", "parameters": {}}', 1),
     ("llama", '{"answer": 5}', 0), ("plain", "#### 5", 0)])
 def test_calls_are_found_as_each_format_writes_them(form, turn, calls):
-    scope: dict = {}
-    exec(ADD, scope)
-    assert reply_to(scope, Turn(turn, turn, {}, form, 100)).calls == calls
+    assert reply_to(functions_of(ADD), Turn(turn, turn, {}, form, 100)).calls == calls
 
 
 @pytest.mark.parametrize(("call", "content", "failures"), [
@@ -259,7 +245,14 @@ def test_errors_of_calls_are_handed_back_as_text(call, content, failures, tmp_pa
 
 
 def test_a_template_with_a_place_for_tools_gets_them_and_names_the_format(tmp_path):
+    """Tools are described by their types and docstrings."""
     file, tokenizer = opened(tmp_path, ADD), data.Tokenizer(TOY)
+    assert {tool["type"] for tool in file.tools} == {"function"}
+    add, fail = (tool["function"] for tool in file.tools)
+    assert (add["name"], add["description"]) == ("add", "Add two numbers.")
+    given = add["parameters"]
+    assert given["properties"]["a"]["type"] == "integer" and given["required"] == ["a"]
+    assert fail["parameters"]["properties"]["text"]["type"] == "string"
     assert file.fitted(tokenizer).format == "plain"
     with pytest.raises(ConfigError, match="environment.format=qwen: the chat template of .* has no place for tools"):
         replace(file, settings=replace(file.settings, format="qwen")).fitted(tokenizer)
@@ -276,29 +269,23 @@ def test_a_template_with_a_place_for_tools_gets_them_and_names_the_format(tmp_pa
 # ---- hostile files
 
 HOSTILE = {
-    "sys.exit": ("import sys; sys.exit(0)", "it raises SystemExit in line 2: 0"),
     "os._exit": ("import os; os._exit(0)", r"before the run, a call (took|ended|asked)"),
     "loops": ("while True: pass", r"before the run, a call (took|ended|asked)"),
-    "sleeps": ("import time; time.sleep(10**6)", r"before the run, a call (took|ended|asked)"),
     "memory": ("return 'x' * 10**13", r"before the run, a call (took|ended|asked)"),
     "number": ("return 5", r"reply\(\) returns 5; it must be a text, a list of messages, or None"),
     "empty": ("return ''", r"reply\(\) returns ''; it must be a text"),
-    "bytes": ("return b'5'", r"reply\(\) returns b'5'; it must be a text"),
     "message": ("return [{'role': 'user'}]", r"returns the message \{'role': 'user'\}; each must have a role"),
     "raises": ("return row['nothing']", "it raises KeyError in line 2: 'nothing'; the row has question"),
     "prints": ("print('x' * 10**8); return None", None),
-    "gigabyte": ("return 'x' * 10**9", None),
     "surrogate": ("return '\\ud800'", "it raises UnicodeEncodeError"),
     "message's": ("return [{'role': 'user', 'content': '\\ud800'}]", "it raises UnicodeEncodeError"),
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) if case == "gigabyte" else case
-                                  for case in HOSTILE])
-def test_hostile_files_end_in_one_line_or_do_no_harm(case, tmp_path, capfd, monkeypatch):
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_files_end_in_one_line_or_do_no_harm(case, tmp_path, capfd):
+    """What their processes may do is that of a reward's (leaves/own_rewards)."""
     body, message = HOSTILE[case]
-    if case == "sleeps":
-        monkeypatch.setattr(workers, "PATIENCE", 1)
     seconds = 60 if message is None else 1  # to print or return so much takes a slow machine seconds
     file = opened(tmp_path, f"def reply(text, row):\n    {body}\n", seconds=seconds)
     problems = [Problem("q", "q?", "1", row={"question": "q?"})]
@@ -333,11 +320,9 @@ def test_a_call_that_is_ended_ends_its_completion_and_is_said_once(tmp_path, cap
         f"environment.file={tmp_path}/mine.py: a call took more than 1 s of computing or 10 times that by the clock "
         "(environment.seconds), and was ended (row q7); its completion ends there, as of all that end so "
         "(environment/failures)"]
-
-
-def test_a_tool_that_is_ended_is_an_error_that_the_model_reads(tmp_path):
+    read_file.cache_clear()
     file = opened(tmp_path, "def loop(n: int):\n    while n: pass\n\ndef tools():\n    return [loop]\n")
-    reply = ask(file, 'Now {"name": "loop", "arguments": {"n": 1}}')
+    reply = ask(file, 'Now {"name": "loop", "arguments": {"n": 1}}')  # an error that the model reads
     assert reply.content.startswith("\nerror: the call took more than 1 s") and reply.failures == 1
 
 
@@ -361,7 +346,7 @@ def test_settings_that_do_not_go_together(settings, message, tmp_path):
 
 # ---- whole runs
 
-def with_sums(tmp_path: Path, *settings: str, name: str = "cppo_toy.yaml") -> list[str]:
+def with_sums(tmp_path: Path, *settings: str) -> list[str]:
     (tmp_path / "mine.py").write_text(SUMS)
     return [f"environment.file={tmp_path}/mine.py", "environment.max_context=200", "rollout.stop=['=']", *settings]
 
@@ -401,7 +386,8 @@ def test_a_run_is_the_same_on_two_ranks_and_resumes_as_itself(name, tmp_path):
 
 def test_a_step_is_replayed_and_its_texts_show_turns(tmp_path, capsys):
     cfg = toy_config(tmp_path / "run", *with_sums(tmp_path, "steps=2", "data.eval=null", "checkpoint.every=1",
-                                                  "checkpoint.keep=all", "log.groups=4"))
+                                                  "checkpoint.keep=all", "log.groups=4", "rollout.group_size=4",
+                                                  "prune.completions.keep=2"))
     trained_unchecked(cfg)
     groups = runfolder.read_log(tmp_path / "run" / "samples.jsonl")
     completions = [x for group in groups for x in group["completions"]]
@@ -415,14 +401,12 @@ def test_a_step_is_replayed_and_its_texts_show_turns(tmp_path, capsys):
 
 
 def test_an_evaluation_converses_and_its_result_names_the_environment(tmp_path, command):
-    (tmp_path / "mine.py").write_text(SUMS)
     cfg = toy_config(tmp_path / "run", *with_sums(tmp_path, "eval.limit=6"), name="grpo_toy.yaml")
     (tmp_path / "own.yaml").write_text(config.dump(cfg))
     out = tmp_path / "result.json"
-    args = ["--config", tmp_path / "own.yaml", "--model", TOY, "--out", out]
-    assert command(evaluation, *args) == 0
-    result = json.loads(out.read_text())
-    assert result["head"]["environment"]["max_context"] == 200 and len(result["head"]["environment"]["file"]) == 64
+    assert command(evaluation, "--config", tmp_path / "own.yaml", "--model", TOY, "--out", out) == 0
+    named = json.loads(out.read_text())["head"]["environment"]
+    assert named["max_context"] == 200 and len(named["file"]) == 64
 
 
 def test_an_error_in_the_file_in_mid_run_is_one_line_and_the_run_goes_on_from_its_checkpoint(tmp_path):

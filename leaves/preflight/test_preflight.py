@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT, TOY, load, toy_config, weights, write_tiny
+from conftest import TOY, load, toy_config, weights, write_tiny
+from test_data import edit
 
 import learner
 import train
 from infra.choices import resolve_auto
+from infra.lines import read_log
 from learner import Learner
 from leaves.lora import join as lora
 from leaves.preflight import checks as preflight
@@ -22,6 +24,11 @@ from settings.loader import ConfigError
 NAMES = ["engine's log-probs", "ratio is 1 before the update", "ends of an answer", "chat template opens the answer",
          "whole prompts are sampled from", "verifier accepts the gold", "good answers are rewarded"]
 SHORT = ["rollout.max_new_tokens=24", "eval.max_new_tokens=8"]
+
+
+def short_config(tmp_path, model, *settings):
+    return toy_config(tmp_path / "run", f"model.path={model}", "rollout.temperature=0.7", "model.dtype=float32", *SHORT,
+                      *settings)
 
 
 def failing(cfg) -> list[str]:
@@ -37,15 +44,10 @@ def unchecked():
     """Runs have their checks here."""
 
 
-def short_config(tmp_path, model, *settings):
-    return toy_config(tmp_path / "run", f"model.path={model}", "rollout.temperature=0.7", "model.dtype=float32", *SHORT,
-                      *settings)
-
-
 @pytest.mark.parametrize(("kind", "settings"), [("llama", []), ("qwen2", ["model.lora.rank=2"])])
 def test_all_is_well_with_a_right_model_and_the_policy_is_left_as_it_was(kind, settings, tmp_path, monkeypatch):
     folder, set_up, seen = write_tiny(tmp_path / "model", model_type=kind), train.load_models, []
-    cfg = toy_config(tmp_path / "run", f"model.path={folder}", "model.dtype=float32", *settings)
+    cfg = short_config(tmp_path, folder, *settings)
     monkeypatch.setattr(train, "load_models", lambda *given: seen.append(set_up(*given)) or seen[-1])
     assert failing(cfg) == []
     (trainer, engine), = seen
@@ -85,12 +87,12 @@ def test_an_engine_one_update_behind_is_seen_by_the_preflight_and_by_the_metric(
     assert failing(cfg) == ["engine's log-probs"]
     with pytest.raises(ConfigError, match="engine's log-probs.*\n.*left stale by a sync"):
         train.train(cfg)
-    assert not (ROOT / cfg.out).exists()  # a run that never began leaves nothing to clear away
+    assert not (tmp_path / "run").exists()  # a run that never began leaves nothing to clear away
     monkeypatch.setattr(train.checks, "before_run", lambda cfg, ready: ready)
-    train.train(replace(cfg, steps=3))
-    lines = [json.loads(line) for line in (ROOT / cfg.out / "metrics.jsonl").read_text().splitlines()]
-    first, *later = [line["mismatch/logp_abs_mean"] for line in lines if "mismatch/logp_abs_mean" in line]
-    assert first < 1e-5 and min(later) > 1e-3
+    train.train(cfg)
+    lines = read_log(tmp_path / "run" / "metrics.jsonl")
+    first, later = [line["mismatch/logp_abs_mean"] for line in lines if "mismatch/logp_abs_mean" in line]
+    assert first < 1e-5 and later > 1e-3
 
 
 SDPA, LOG_PROBS, GENERATE = learner.BACKENDS["sdpa"], Learner.log_probs, TorchEngine.generate
@@ -110,11 +112,6 @@ def test_a_fault_of_engine_or_trainer_is_seen(fault, tiny, tmp_path, monkeypatch
     monkeypatch.setattr(*FAULTS[fault])
     expected = "ratio is 1 before the update" if fault == "gradient" else "engine's log-probs"
     assert failing(short_config(tmp_path, tiny, *["model.lora.rank=2"] * (fault == "adapter"))) == [expected]
-
-
-def edit(folder, name, **changes):
-    raw = json.loads((folder / name).read_text())
-    (folder / name).write_text(json.dumps({**raw, **changes}))
 
 
 def test_a_first_problem_that_is_left_out_is_not_compared_with_the_prompt_of_another(tmp_path):
@@ -165,15 +162,13 @@ def task_of(folder, **reward) -> tuple:
 
 def test_a_tokenizer_that_changes_text_fails_both_ways(tmp_path):
     """Prompts are not what the template wrote, and completions lack the tags that are rewarded."""
-    write_tiny(tmp_path / "model")
-    path = tmp_path / "model" / "tokenizer.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": {"type": "Replace", "pattern": {
-        "String": "i"}, "content": "j"}}))
-    cfg, task = task_of(tmp_path, format=1)
-    assert not preflight.check_prompts(task, None).passed and not preflight.check_rewards(cfg.reward, task).passed
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": None}))
-    cfg, task = task_of(tmp_path, format=1)
-    assert preflight.check_prompts(task, None).passed and preflight.check_rewards(cfg.reward, task).passed
+    folder = write_tiny(tmp_path / "model")
+    replaced = {"type": "Replace", "pattern": {"String": "i"}, "content": "j"}
+    for normalizer, passes in ((replaced, False), (None, True)):
+        edit(folder, "tokenizer.json", normalizer=normalizer)
+        cfg, task = task_of(tmp_path, format=1)
+        assert preflight.check_prompts(task, None).passed == passes
+        assert preflight.check_rewards(cfg.reward, task).passed == passes
 
 
 def test_a_reward_that_no_completion_can_get_is_named(tmp_path):
