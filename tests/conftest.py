@@ -285,14 +285,16 @@ def attention_by_mask(q, k, v, segments: Segments, window: int | None = None) ->
     return torch.einsum("hqk,khe->qhe", score_HTT.masked_fill(~seen_TT, float("-inf")).softmax(-1), v)
 
 
-def mask_backend(segments: Segments) -> decoder.Attend:
-    """An entry for model.BACKENDS that leaves nothing to a kernel."""
-    return lambda layer, q, k, v, window: attention_by_mask(q, k, v, segments, window)
-
-
 def attend_alone(layer: int, q, k, v, window=None) -> torch.Tensor:
     """Causal attention of one sequence that is all there is."""
     return attention_by_mask(q, k, v, Segments.plain([len(q)]), window)
+
+
+def logp_alone(model: torch.nn.Module, group: Group, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs of one completion alone, by nothing of the training step but the model."""
+    ids, first = torch.tensor([*group.prompt.ids, *sample.ids]), len(group.prompt.ids)
+    predict = torch.arange(first - 1, len(ids) - 1)
+    return model(ids, torch.arange(len(ids)), attend_alone, predict, ids[first:], temperature)
 
 
 def verdict(gold: str, answer: str | None) -> str:

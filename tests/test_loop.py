@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TOY, as_batch, attend_alone, load, make_groups, parts_of, toy_config, weights
+from conftest import TOY, as_batch, load, logp_alone, make_groups, parts_of, toy_config, weights
 from test_objectives import gradient_of, learner_on
 
 import data
@@ -22,13 +22,6 @@ from verify.extract import last_tag
 from verify.grade import grade
 
 
-def logp_of(model, group, g: int, temperature: float) -> torch.Tensor:
-    """[C] log-probs of one completion, from dense logits."""
-    ids, first = torch.tensor([*group.prompt.ids, *group.samples[g].ids]), len(group.prompt.ids)
-    logits_TV = model.logits(model.hidden(ids, torch.arange(len(ids)), attend_alone)) / temperature
-    return logits_TV.log_softmax(-1)[first - 1:-1].gather(1, ids[first:, None])[:, 0]
-
-
 def plain_epoch(model, optimizer, groups, adv_NG, old, ref, weight, batches, max_len) -> dict[str, float]:
     """One pass over the mini-batches by the textbook: Dr. GRPO's constant, dual clip 1.3, clip 0.2 / 0.25, KL 0.3.
 
@@ -39,7 +32,7 @@ def plain_epoch(model, optimizer, groups, adv_NG, old, ref, weight, batches, max
         kept = [(n, g) for n, g in old if n in members]
         optimizer.zero_grad()
         for n, g in kept:
-            A, now = adv_NG[n, g], logp_of(model, groups[n], g, 0.8)
+            A, now = adv_NG[n, g], logp_alone(model, groups[n], groups[n].samples[g], 0.8)
             ratio = (now - old[n, g]).exp()
             surrogate = torch.minimum(ratio * A, ratio.clamp(0.8, 1.25) * A)
             surrogate = torch.maximum(surrogate, 1.3 * A) if A < 0 else surrogate
@@ -65,7 +58,7 @@ def near(groups: list[Group], model, temperature: float) -> list[Group]:
     def moved(n: int, g: int) -> Sample:
         noise = torch.randn(2, dtype=torch.float64, generator=generator)
         with torch.no_grad():
-            logp_C = logp_of(model, groups[n], g, temperature)
+            logp_C = logp_alone(model, groups[n], groups[n].samples[g], temperature)
         engine_C = logp_C + 0.1 * noise[0] + 0.2 * noise[1] * logp_C.cos()
         return replace(groups[n].samples[g], logp=tuple(engine_C.tolist()))
 
@@ -96,8 +89,8 @@ def test_two_updates_are_those_of_a_plain_loop(how, tiny, tmp_path):
         optimizer.param_groups[0]["lr"] = (0.03, 0.06)[step]
         measured = update.update(learner, as_batch(groups, adv_NG, pruned), step, Clock())
         with torch.no_grad():
-            old, ref = ({(n, g): logp_of(model, groups[n], g, 0.8) for n, g in pruned.keep_NG.nonzero().tolist()}
-                        for model in (policy, initial))
+            old, ref = ({(n, g): logp_alone(model, groups[n], groups[n].samples[g], 0.8)
+                         for n, g in pruned.keep_NG.nonzero().tolist()} for model in (policy, initial))
         engine = {(n, g): torch.tensor(groups[n].samples[g].logp, dtype=torch.float64) for n, g in old}
         ratio = {key: (old[key] - engine[key]).exp() for key in old}
         weight = {key: torch.ones_like(x) for key, x in ratio.items()}

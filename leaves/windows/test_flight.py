@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TOY, attend_alone, gradients, load, parts_of, toy_config, weights
-from test_invariance import on_ranks, step_metrics, trained_unchecked
+from conftest import ROOT, TOY, gradients, load, logp_alone, parts_of, toy_config, weights
+from test_invariance import on_ranks, trained_unchecked
 
 import config
 import train
@@ -18,7 +18,7 @@ from infra import dist, runfolder
 from leaves.windows.join import Pool, age_metrics, parts
 from leaves.windows.test_window import one_round, pool_of
 from metrics import rollout_metrics
-from records import Group, Prompt, Rolled, Sample
+from records import Prompt, Rolled, Sample
 from rollout import tokens_before
 from settings import leaves
 
@@ -173,13 +173,6 @@ def test_every_group_that_is_begun_is_trained_on_once_and_none_is_too_old(settin
     assert sum(line["rollout/tokens"] for line in lines) == sum(lengths)
 
 
-def logp_of(policy, group: Group, sample: Sample) -> torch.Tensor:
-    """Of one completion alone, by nothing of the training step but the model."""
-    ids, first = torch.tensor([*group.prompt.ids, *sample.ids]), len(group.prompt.ids)
-    predict = torch.arange(first - 1, len(ids) - 1)
-    return policy(ids, torch.arange(len(ids)), attend_alone, predict, ids[first:], 1.0)
-
-
 def drawn_at(watched: dict, step: int, n: int, g: int) -> list[int]:
     """The step in which each token of a completion that is trained on in `step` was drawn, by the rollouts' lengths."""
     batch, ends = watched["batch"][step], []
@@ -214,11 +207,11 @@ def test_the_gradient_of_mixed_ages_is_the_formulas_and_each_token_has_the_log_p
     for n, group in enumerate(batch.groups):
         for g, sample in enumerate(group.samples):
             steps = torch.tensor(drawn_at(watched, step, n, g))
-            by_version = torch.stack([logp_of(version, group, sample) for version in versions])
+            by_version = torch.stack([logp_alone(version, group, sample) for version in versions])
             drawn = by_version.gather(0, steps[None])[0]
             torch.testing.assert_close(torch.tensor(list(sample.logp), dtype=torch.float64), drawn, rtol=0, atol=1e-9)
             assert sample.old == int((steps < step).sum())
-            A, logp = batch.adv_NG[n, g], logp_of(policy, group, sample)
+            A, logp = batch.adv_NG[n, g], logp_alone(policy, group, sample)
             ratio = (logp.detach() - drawn).exp()
             if cfg.loss.old_logp == "recompute":
                 f = ratio.clamp(max=1.05)
@@ -271,31 +264,14 @@ def test_the_rate_follows_the_effective_share_of_whole_completions(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [
-    ["steps=3"], THINNED,
-    ["windows.in_flight=4", "windows.max_age=3", "update.rate_by_ess=true", "update.minibatches=2"]])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_do_not_matter(ranks, settings, tmp_path):
-    """The same groups are whole after the same windows as on one rank, and the parameters are the same."""
-    cfg = in_flight(tmp_path / "alone", "steps=5", *settings)
-    alone = trained_unchecked(cfg)
-    spread = on_ranks(ranks, tmp_path, trained_unchecked, replace(cfg, out=str(tmp_path / "spread")))[0]
-    decisions = [(tmp_path / run / "decisions.jsonl").read_text() for run in ("alone", "spread")]
-    assert decisions[0] == decisions[1] and '"age": 1' in decisions[0]
-    expected = step_metrics(tmp_path / "alone")
-    assert step_metrics(tmp_path / "spread") == pytest.approx(expected, rel=1e-7, abs=1e-9)
-    for name, p in alone.items():
-        torch.testing.assert_close(spread[name], p, rtol=0, atol=1e-9)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "settings"), [
-    ("flight_toy.yaml", [*FLIGHT, *THINNED]),
+    ("flight_toy.yaml", [*FLIGHT, *THINNED, "update.rate_by_ess=true", "update.minibatches=2"]),
     ("surplus_toy.yaml", ["optim.lr=1e-3", "rollout.prompts_per_step=2", "rollout.oversample=4",
                           "update.minibatches=2"])])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_that_is_cut_off_with_groups_under_way_resumes_as_the_same_run(name, settings, ranks, tmp_path):
-    """Another number of ranks goes on too, with the same pool; then parameters agree but for rounding."""
+    """Another number of ranks goes on too, with the same pool; then parameters agree but for rounding: on two ranks the
+    same groups are whole after the same windows as on one."""
     cfg = toy_config(tmp_path / "whole", *settings, "steps=4", "data.eval=null", "checkpoint.every=2", name=name)
     whole = trained_unchecked(cfg)
     first = replace(cfg, out=str(tmp_path / "cut"), steps=2)

@@ -11,7 +11,18 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import as_batch, as_rewards, attend_alone, gradients, load, make_groups, nudge, parts_of, toy_config
+from conftest import (
+    as_batch,
+    as_rewards,
+    attend_alone,
+    gradients,
+    load,
+    logp_alone,
+    make_groups,
+    nudge,
+    parts_of,
+    toy_config,
+)
 from torch import Tensor
 
 import update
@@ -333,18 +344,11 @@ class Case:
         generator = torch.Generator().manual_seed(1)
 
         def noisy(group: Group, sample: Sample) -> Sample:
-            logp_T = self.alone(self.old, group, sample)
+            logp_T = logp_alone(self.old, group, sample).detach()
             noise_T = 0.1 * torch.randn(sample.length, dtype=torch.float64, generator=generator)
             return replace(sample, logp=(logp_T + noise_T).clamp(max=0).tolist())
 
         return [Group(group.prompt, tuple(noisy(group, s) for s in group.samples)) for group in groups]
-
-    @staticmethod
-    def alone(model, group: Group, sample: Sample, grad: bool = False) -> Tensor:
-        ids, first = torch.tensor([*group.prompt.ids, *sample.ids]), len(group.prompt.ids)
-        with torch.set_grad_enabled(grad):
-            return model(ids, torch.arange(len(ids)), attend_alone, torch.arange(first - 1, len(ids) - 1), ids[first:],
-                         temperature=1.0)
 
     @staticmethod
     def entropies(model, group: Group, sample: Sample) -> Tensor:
@@ -372,9 +376,9 @@ class Case:
             for g, s in enumerate(group.samples):
                 value_T, own = self.values(group, s), own_places(s)
                 answers.append(Answer(
-                    self.alone(self.now, group, s, grad=True)[own], self.alone(self.old, group, s)[own],
+                    logp_alone(self.now, group, s)[own], logp_alone(self.old, group, s)[own].detach(),
                     torch.tensor(s.logp.tolist(), dtype=torch.float64)[own],
-                    self.alone(self.ref, group, s)[own], self.entropies(self.now, group, s)[own],
+                    logp_alone(self.ref, group, s)[own].detach(), self.entropies(self.now, group, s)[own],
                     value_T[own], value_T[-1], float(self.reward_NG[n, g]),
                     self.reward_NG[n], bool(self.batch.correct_NG[n, g]), len(own) - s.trained, s.pending,
                     n, g))

@@ -16,12 +16,11 @@ from torch import Tensor
 
 import config
 import update
-from advantage import group_norm
 from collect import Selection, choose
 from config import ConfigError
 from prune import COMPLETIONS, Candidates, below_mean, drop_bottom, keep_all, keep_largest, thin
 from records import Batch, Group, Pruned, Rewards, lengths
-from settings import kinds, leaves
+from settings import leaves
 from settings.kinds import Bernoulli, Pps
 from settings.loader import choices, hints
 
@@ -32,24 +31,20 @@ def candidates(normalize: str) -> Candidates:
     return Candidates(ADV_NG, make_groups(LENGTHS, [5, 3]), normalize, False, 0)
 
 
-@pytest.mark.parametrize(("normalize", "settings"), [
-    ("token", ["advantage={kind: gae, alpha: 1}", "critic.lr=1e-4", "loss.likelihood=0.1", "loss.trust.high=0.28"]),
-    ("sequence", ["loss={trust: {kind: clip_sequence, low: 0.01, high: 0.01}}"]),
-    ("constant", ["loss={kl_corrected: true, entropy: 0.3}"]),
-], ids=["vapo", "gspo", "corrected KL and entropy"])
-def test_the_mean_is_the_full_gradient_whatever_the_advantage_and_the_trust_region(normalize, settings, tiny, tmp_path):
-    """Probabilities may come from rewards alone, before a critic's values are known."""
+@pytest.mark.parametrize(("pruning", "normalize", "order", "settings"), [
+    (HALF, "sequence", None, []), (Pps(keep=2), "token", 1, []),
+    (Pps(keep=2, scope="batch", size="adv"), "constant", 0, []),
+    (Pps(keep=2, scope="batch", by_cost=True), "token", None, []),
+    (Pps(keep=2, scope="batch", by_cost=True), "token", 2, []),
+    (HALF, "token", None, ["advantage={kind: gae, alpha: 1}", "critic.lr=1e-4", "loss.likelihood=0.1",
+                           "loss.trust.high=0.28"]),
+    (HALF, "sequence", None, ["loss={trust: {kind: clip_sequence, low: 0.01, high: 0.01}}"]),
+    (HALF, "constant", None, ["loss={kl_corrected: true, entropy: 0.3}"])])
+def test_the_mean_over_all_outcomes_is_the_full_gradient(pruning, normalize, order, settings, tiny, tmp_path):
+    """Whatever the advantage and the trust region: probabilities may come from rewards alone, before a critic's values
+    are known."""
     step = Step(tiny, tmp_path / "run", f"loss.normalize={normalize}", *settings)
-    mean = mean_of(list(outcomes(candidates(normalize), HALF)), step.gradient)
-    assert distance(mean, step.gradient(keep_all(ADV_NG))) < EXACT
-
-
-@pytest.mark.parametrize(("settings", "normalize", "order"), [
-    (HALF, "sequence", None), (Pps(keep=2), "token", 1), (Pps(keep=2, scope="batch", size="adv"), "constant", 0),
-    (Pps(keep=2, scope="batch", by_cost=True), "token", None), (Pps(keep=2, scope="batch", by_cost=True), "token", 2)])
-def test_the_mean_over_all_outcomes_is_the_full_gradient(settings, normalize, order, tiny, tmp_path):
-    step = Step(tiny, tmp_path / "run", f"loss.normalize={normalize}")
-    mean = mean_of(list(outcomes(candidates(normalize), settings, order)), step.gradient)
+    mean = mean_of(list(outcomes(candidates(normalize), pruning, order)), step.gradient)
     assert distance(mean, step.gradient(keep_all(ADV_NG))) < EXACT
 
 
@@ -239,46 +234,19 @@ def unweighted(batch: Batch) -> Batch:
     return replace(batch, pruned=thin(torch.where(keep_NG, below_mean(batch.adv_NG, 0.7), 1.0), keep_NG))
 
 
-def over_the_kept(batch: Batch) -> Batch:
-    return replace(batch, places=list(range(len(batch.groups))), offered=len(batch.groups))
-
-
 def require_bias(bias: float, arm: str) -> None:
     """How large it is stands in the output of `pytest -s`."""
     print(f"\n{arm}: bias {bias:.2f} of the full gradient")
     assert bias > 0.01
 
 
-@pytest.mark.parametrize("change", [unweighted, over_the_kept])
-def test_the_same_sees_the_bias_of_prompts(change, tiny, tmp_path, monkeypatch):
-    """Prompts without weights, and 1/(1-P) over the prompts that were kept."""
-    if change is over_the_kept:
-        true = Step.gradient_of
-        monkeypatch.setattr(Step, "gradient_of", lambda self, batch, _: true(self, batch, list(range(batch.offered))))
-    require_bias(both_levels(at_both(tiny, tmp_path / "run", PROMPTS), monkeypatch, [0, 1], change), change.__name__)
-
-
-def test_the_same_sees_the_bias_of_a_scale_over_the_prompts_rolled_out(tiny, tmp_path, monkeypatch):
-    """GDPO's deviation, had the config error not stopped it."""
-    step = at_both(tiny, tmp_path / "run", *by_kind("decoupled"))
-    step.cfg = replace(step.cfg, prune=replace(step.cfg.prune, prompts=kinds.BernoulliPrompts(drop_prob=0.6)))
-    require_bias(both_levels(step, monkeypatch, [0, 1]), "a scale over the prompts rolled out")
+def test_the_same_sees_the_bias_of_prompts_without_weights(tiny, tmp_path, monkeypatch):
+    step = at_both(tiny, tmp_path / "run", PROMPTS)
+    require_bias(both_levels(step, monkeypatch, [0, 1], unweighted), "prompts without weights")
 
 
 def without_weights() -> list[tuple]:
     return [(chance, Pruned(p.keep_NG, p.keep_NG.double(), p.prob_NG)) for chance, p in outcomes(candidates(""), HALF)]
-
-
-def renormalised() -> list[tuple]:
-    """Advantages of what survives, computed anew from it: a single survivor has none."""
-    arms = []
-    for chance, pruned in outcomes(candidates(""), HALF):
-        adv_NG = torch.zeros_like(ADV_NG)
-        for n, keep_G in enumerate(pruned.keep_NG):
-            if keep_G.sum() > 1:
-                adv_NG[n, keep_G] = group_norm(REWARD_NG[n, keep_G][None], 1, 1e-4)[0]
-        arms.append((chance, pruned, adv_NG))
-    return arms
 
 
 BIASED = {
@@ -288,7 +256,6 @@ BIASED = {
     "no weights": (without_weights, "sequence", "all"),
     "no weights, mean over the kept": (without_weights, "sequence", "kept"),
     "1/(1-P) over the kept mean": (lambda: list(outcomes(candidates(""), HALF)), "sequence", "kept"),
-    "advantages normalised after pruning": (renormalised, "sequence", "all"),
     "token mean over survivors": (lambda: list(outcomes(candidates(""), HALF)), "token", "kept"),
 }
 
