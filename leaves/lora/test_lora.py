@@ -210,34 +210,30 @@ def short(out: Path, base: Path, *changes: str):
                       "eval.max_new_tokens=8", *changes)
 
 
-def test_an_adapter_goes_on_on_its_own_base_alone(tiny, tmp_path):
-    """Neither training nor evaluation takes a base that was changed under its name."""
-    base, run = shutil.copytree(tiny, tmp_path / "base"), tmp_path / "run"
-    train.train(short(run, base, "steps=1"))
-    tensors = load_file(base / "model.safetensors")
-    save_file(tensors | {"model.norm.weight": 2 * tensors["model.norm.weight"]}, base / "model.safetensors")
-    step = run / "checkpoints" / "step_000001"
-    said = rf"{step} was trained with weights of sha256 \w{{16}} at model.path .weights., where there are now"
-    with pytest.raises(ConfigError, match=said):
-        train.train(short(run, base, "steps=2"), resume="always")
-    with pytest.raises(ConfigError, match=said):
-        weights_of(step).policy(step, base, torch.float32)
-
-
-def test_an_adapter_goes_on_from_its_own_first_one_alone(tiny, tmp_path):
-    """To which a KL is taken. An evaluation does not need it."""
+def test_an_adapter_goes_on_on_its_own_base_and_from_its_own_first_one_alone(tiny, tmp_path):
+    """To the first one a KL is taken, and an evaluation does not need it. Neither training nor evaluation takes a base
+    that was changed under its name."""
+    base, run, moved = shutil.copytree(tiny, tmp_path / "tiny0"), tmp_path / "run", tmp_path / "moved"
     written_by_peft(tiny, tmp_path / "adapter", r=2, lora_alpha=32)
     settings = [f"model.lora.path={tmp_path / 'adapter'}", "loss.kl=0.1"]
-    train.train(short(tmp_path / "run", tiny, "steps=1", *settings))
-    (tmp_path / "adapter").rename(tmp_path / "moved")
-    settings[0] = f"model.lora.path={tmp_path / 'moved'}"
-    train.train(short(tmp_path / "run", tiny, "steps=2", *settings), resume="always")
-    file = tmp_path / "moved" / "adapter_model.safetensors"
-    save_file({name: 2 * t for name, t in load_file(file).items()}, file)
+    train.train(short(run, base, "steps=1", *settings))
+    (tmp_path / "adapter").rename(moved)
+    settings[0] = f"model.lora.path={moved}"
+    train.train(short(run, base, "steps=2", *settings), resume="always")
+    file, step = moved / "adapter_model.safetensors", run / "checkpoints" / "step_000002"
+    first = load_file(file)
+    save_file({name: 2 * t for name, t in first.items()}, file)
     with pytest.raises(ConfigError, match=r"was trained with weights of sha256 \w* at model.lora.path, where"):
-        train.train(short(tmp_path / "run", tiny, "steps=3", *settings), resume="always")
-    step = tmp_path / "run" / "checkpoints" / "step_000002"
-    weights_of(step).policy(step, tiny, torch.float32)
+        train.train(short(run, base, "steps=3", *settings), resume="always")
+    weights_of(step).policy(step, base, torch.float32)
+    save_file(first, file)
+    tensors = load_file(base / "model.safetensors")
+    save_file(tensors | {"model.norm.weight": 2 * tensors["model.norm.weight"]}, base / "model.safetensors")
+    said = rf"{step} was trained with weights of sha256 \w{{16}} at model.path .weights., where there are now"
+    with pytest.raises(ConfigError, match=said):
+        train.train(short(run, base, "steps=3", *settings), resume="always")
+    with pytest.raises(ConfigError, match=said):
+        weights_of(step).policy(step, base, torch.float32)
 
 
 @pytest.mark.parametrize(("written", "asked", "message"), [
