@@ -162,18 +162,15 @@ def test_weighed_aborts_have_the_true_gradient_over_all_outcomes_and_the_control
         assert off(mean) > BIASED and off(mean, best) > BIASED, kind
 
 
-def test_the_balance_keeps_both_ends():
-    assert abort_controls.balanced([-1.0, -5.0, -2.0, -3.0], 0.5) == [True, True, False, False]
-    assert abort_controls.balanced([-1.0, -5.0, -2.0], 0.5) == [True, True, False]
-    assert abort_controls.balanced([-3.0, -1.0], 0.5) == [False, True] and abort_controls.balanced([], 0.5) == []
-
-
-def test_a_probability_reads_the_prompt_and_the_tokens_before_the_mark():
+def test_a_probability_reads_the_prompt_and_the_tokens_before_the_mark_and_the_balance_keeps_both_ends():
     rule = abort.Abort(bias=2.0, spread=0.5, rate=1.0, confidence=2.0, prompt=-1.0, floor=0.01)
     expected = math.exp(2) * (0.25 * 0.75) ** 0.5 * 0.25 * math.exp(-0.4) / 4
     assert abort.go_on_prob(rule, 0.25, 4, [-0.1, -0.3]) == pytest.approx(expected)
     assert abort.go_on_prob(abort.Abort(), 0.5, 4, [-1.0]) == 1.0  # 2.5 / 2
     assert abort.go_on_prob(abort.Abort(bias=-9.0), 0.5, 4, [-1.0]) == 0.1
+    for logp, kept in {(-1.0, -5.0, -2.0, -3.0): [True, True, False, False], (-1.0, -5.0, -2.0): [True, True, False],
+                       (-3.0, -1.0): [False, True], (): []}.items():
+        assert abort_controls.balanced([*logp], 0.5) == kept
 
 
 # ---- allocation
@@ -236,11 +233,8 @@ def test_otb_has_the_true_gradient_without_the_own_sample_alone(own):
         mean += math.prod(CHANCE[answer] for answer in joint) * pull / 3
     best = (mean @ TRUE / (TRUE @ TRUE)).item()
     assert off(mean) < EXACT if not own else min(off(mean), off(mean, best)) > BIASED
-
-
-def test_the_energy_adds_up_and_stays_behind_the_end():
     energy_GL = otb.energy(*otb.padded([wide([math.log(0.5), math.log(0.25)]), wide([math.log(0.9)])]))
-    torch.testing.assert_close(energy_GL, torch.tensor([[0.25, 0.8125], [0.01, 0.01]], dtype=torch.float64))
+    torch.testing.assert_close(energy_GL, wide([[0.25, 0.8125], [0.01, 0.01]]))
 
 
 @pytest.mark.parametrize("module", [otb, otb_released])
@@ -331,6 +325,7 @@ def test_signs_take_right_or_wrong_completions_and_forks_the_fifth_with_the_high
 
 # ---- through the script
 
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 FEW = ["data.limit=4", "rollout.group_size=4", "rollout.max_new_tokens=24", "data.eval=null"]  # step 2 is epoch 2
 ONE_ROW = "pack.capacity=4096"
 METHODS = {
@@ -397,8 +392,7 @@ def test_two_ranks_draw_and_decide_as_one(method, tmp_path):
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", "2"]
     for name, launcher in {"one": [sys.executable], "two": torchrun}.items():
         command = [*launcher, "experiments/try_method.py", *words(method, tmp_path / name, "steps=3")]
-        env = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_WORLD_SIZE")}
-        subprocess.run(command, cwd=ROOT, env=env | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+        subprocess.run(command, cwd=ROOT, env=ONE_THREAD, check=True, capture_output=True)
     assert decisions(tmp_path / "one") == decisions(tmp_path / "two")
 
 
@@ -524,16 +518,14 @@ def test_the_method_of_the_page_comes_to_a_verdict_and_a_changed_one_begins_anew
     mine.with_suffix(".yaml").write_text(MINE_CONFIG.replace("../experiments/long_sums.yaml", str(short)))
     command = [sys.executable, "-c", SHORT, str(ROOT / "experiments"), str(short), "--method", "my_method.py",
                "--seeds", "2", "--out", "own", "--set", "steps=2"]
-    env, printed = os.environ | {"OMP_NUM_THREADS": "1"}, []
-    for _ in range(2):  # the second time all runs are there
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        printed.append(done.stdout)
+    ran = partial(subprocess.run, cwd=tmp_path, env=ONE_THREAD, capture_output=True, text=True)
+    before, done = ran(command), ran(command)  # the second time all runs are there
+    assert done.returncode == 0, done.stderr
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()]
     assert [row[-1] for row in rows if row[0] == "grpo" and len(row) == 6][0] in ("ahead", "behind", "cannot tell")
-    assert printed[0] == printed[1] and "one seed" in done.stdout
+    assert before.stdout == done.stdout and "one seed" in done.stdout
     mine.write_text(MINE.replace("centred_NG / (", "-centred_NG / ("))
-    done = subprocess.run([*command, "--hours", "0"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = ran([*command, "--hours", "0"])
     assert done.returncode == 1 and "no run on the test problems has ended yet" in done.stderr
 
 
@@ -559,6 +551,8 @@ def test_a_method_that_would_not_be_tried_is_an_error(plugged, command, tmp_path
         (tmp_path / f"{name}.py").write_text(text)
         assert says in refused(command, capsys, court, "--method", str(tmp_path / f"{name}.py"))
     assert "method no.py not found" in refused(command, capsys, court, "--method", "no.py")
+    (tmp_path / "signs.py").write_text("MINE = True")  # called as one of the court's
+    assert try_method.load(court.COURT / "signs.py").ADVANTAGES and try_method.load(tmp_path / "signs.py").MINE
 
 
 @pytest.mark.parametrize(("words", "says"), [
@@ -579,9 +573,3 @@ def test_a_comparison_that_would_be_unfair_and_options_without_effect_are_errors
     mine.write_text("def weigh(rows, logp, entropy, loss): return [1 + 0 * logp_C for logp_C in logp]\n")
     words = words.replace("--method", f"--method {mine}")
     assert says in refused(command, capsys, court, *words.split(" "))
-
-
-def test_a_file_that_is_called_as_one_of_the_courts_is_loaded_as_itself(tmp_path):
-    (tmp_path / "signs.py").write_text("MINE = True")
-    assert try_method.load(court.COURT / "signs.py").ADVANTAGES
-    assert try_method.load(tmp_path / "signs.py").MINE

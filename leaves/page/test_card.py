@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,10 +24,7 @@ from settings.loader import ConfigError
 def run(tmp_path_factory) -> Path:
     """A finished run of a base model that has a card."""
     folder = tmp_path_factory.mktemp("card")
-    base = folder / "base"
-    base.mkdir()
-    for path in Path(TOY).iterdir():
-        (base / path.name).write_bytes(path.read_bytes())
+    base = shutil.copytree(TOY, folder / "base")
     (base / "README.md").write_text("---\nlicense: apache-2.0\n---\n# The toy\n")
     train.train(toy_config(folder / "run", f"model.path={base}", "rollout.max_new_tokens=8", "eval.max_new_tokens=8"))
     return folder / "run"

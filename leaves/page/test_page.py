@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean
 
@@ -131,11 +130,6 @@ def rows(browser) -> list[dict]:
             for row in cells]
 
 
-def in_order(groups: Iterable[dict]) -> list[dict]:
-    """The completions as the page has them: of each group the kept ones first."""
-    return [c for group in groups for c in sorted(group["completions"], key=lambda c: not c["kept"])]
-
-
 def background(browser, element: str) -> str:
     return browser.execute_script("""for (let e = document.querySelector(arguments[0]); e; e = e.parentElement) {
         const colour = getComputedStyle(e).backgroundColor;
@@ -181,7 +175,7 @@ def test_the_slider_shows_the_completions_of_its_step_and_filters_leave_what_the
     for place, step in ((0, 1), (4, 5), (9, 10)):
         move_slider(browser, place)
         groups = [line for line in logged if line["step"] == step]
-        completions = in_order(groups)
+        completions = [c for group in groups for c in sorted(group["completions"], key=lambda c: not c["kept"])]
         for row, c in zip(rows(browser), completions, strict=True):
             right = c["components"]["accuracy"] == 1
             parts = ", ".join(f"{key} {value:.3g}" for key, value in c["components"].items() if value)

@@ -38,17 +38,14 @@ def calls(monkeypatch):
     wandb.teardown()
 
 
-def by_step(lines: list[dict]) -> dict[int, dict]:
-    """The values of each step, the later of two."""
-    merged: dict[int, dict] = {}
-    for line in lines:
-        merged.setdefault(line["step"], {}).update(line)
-    return merged
-
-
 def same_as_metrics(calls: list, folder: Path) -> bool:
-    sent = [given[0] for name, given, _ in calls if name == "log"]
-    return by_step(sent) == by_step(runfolder.read_log(folder / "metrics.jsonl"))
+    """Whether each step has the values that were logged, the later of two."""
+    merged: list[dict] = [{}, {}]
+    for steps, lines in zip(merged, ([given[0] for name, given, _ in calls if name == "log"],
+                                     runfolder.read_log(folder / "metrics.jsonl")), strict=True):
+        for line in lines:
+            steps.setdefault(line["step"], {}).update(line)
+    return merged[0] == merged[1]
 
 
 def test_metrics_and_config_are_recorded(calls, tmp_path):
