@@ -175,19 +175,16 @@ def test_runs_without_a_step_and_before_their_first_evaluation_have_a_page(tmp_p
 
 
 def test_what_is_no_run_or_is_given_twice_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="nowhere is not a run folder: it has no config.yaml"):
-        report.write_report([tmp_path / "nowhere"], tmp_path / "out")
-    run = write_run(tmp_path / "run", [0.1, 0.2])
-    with pytest.raises(ConfigError, match="a run folder is given twice; give each once"):
-        report.write_report([run, run / ".." / "run"], tmp_path / "out")
-    twin = write_run(tmp_path / "twin", [0.1, 0.2])
-    with pytest.raises(ConfigError, match="two have the same config and seed; give each run once"):
-        report.write_report([run, twin], tmp_path / "out")
-    with pytest.raises(ConfigError, match="config.yaml is a file; give a folder"):
-        report.write_report([run], run / "config.yaml")
-    (run / "config.yaml").write_text("steps: many\n")
-    with pytest.raises(ConfigError, match="run/config.yaml: steps='many' must be a whole number"):
-        report.write_report([run], tmp_path / "out")
+    run, twin, broken = (write_run(tmp_path / name, [0.1, 0.2]) for name in ("run", "twin", "broken"))
+    (broken / "config.yaml").write_text("steps: many\n")
+    for folders, out, said in (
+            ([tmp_path / "nowhere"], tmp_path, "nowhere is not a run folder: it has no config.yaml"),
+            ([run, run / ".." / "run"], tmp_path, "a run folder is given twice; give each once"),
+            ([run, twin], tmp_path, "two have the same config and seed; give each run once"),
+            ([run], run / "config.yaml", "config.yaml is a file; give a folder"),
+            ([broken], tmp_path, "broken/config.yaml: steps='many' must be a whole number")):
+        with pytest.raises(ConfigError, match=said):
+            report.write_report(folders, out)
 
 
 def test_what_was_kept_by_difficulty():
