@@ -5,6 +5,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from conftest import TOY, load, toy_config, write_tiny
@@ -21,10 +22,9 @@ from infra.rows import find_cell, spelled
 from infra.tokenizer import Tokenizer
 from infra.weights import find_model, read_shape
 from records import Group, Problem, Prompt, Sample
-from verify.errors import VerifyError
-from verify.grade import name_unreadable
 
-TALK = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "2+2?"}]
+ODD = "48/2 = 24 clips — in May; 50% off: €3.50?\n\tHow many, 𝟜 or ½? 😀" + "".join(map(chr, range(1, 256)))
+TALK = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": ODD}]
 
 
 def folder_with(folder: Path, **changes) -> Path:
@@ -64,7 +64,7 @@ def begins_and_ends(begin: str | None, end: str | None) -> dict:
 
 ASKED = {
     "truncation": {"truncation": {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}},
-    "padding": {"padding": {"strategy": {"Fixed": 64}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0,
+    "padding": {"padding": {"strategy": {"Fixed": 1000}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0,
                             "pad_type_id": 0, "pad_token": "<|endoftext|>"}},
     "dropout": {"model": json.loads((TOY / "tokenizer.json").read_text())["model"] | {"dropout": 0.9}},
     "BOS": {"post_processor": begins_and_ends("<|endoftext|>", None)},
@@ -73,14 +73,9 @@ ASKED = {
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_ids_of_a_chat_are_a_function_of_text_and_vocabulary(asked, tmp_path):
-    folder = folder_with(tmp_path / "model", tokenizer=ASKED[asked])
-    assert ours(folder, TALK) == theirs(folder, TALK) == ours(TOY, TALK)
-
-
-@pytest.mark.parametrize("asked", ASKED)
-def test_a_plain_prompt_begins_once_and_does_not_end(asked, tmp_path):
+def test_ids_are_a_function_of_text_and_vocabulary_and_a_plain_prompt_begins_once_and_does_not_end(asked, tmp_path):
     folder, before = folder_with(tmp_path / "model", tokenizer=ASKED[asked]), [0] * ("BOS" in asked)
+    assert ours(folder, TALK) == theirs(folder, TALK) == ours(TOY, TALK)
     bare = ours(TOY, TALK[:1], prompt="Q: {question}\nA:")
     assert ours(folder, TALK[:1], prompt="Q: {question}\nA:") == before + bare
     assert ours(folder, TALK[:1], prompt="<|endoftext|>Q: {question}\nA:") == [0, *bare]
@@ -153,11 +148,11 @@ def test_a_template_and_its_tokens_are_found_in_each_place(changes, text, tmp_pa
     assert tokenizer(folder_with(tmp_path / "model", **changes)).render(TALK, None) == text
 
 
-@pytest.mark.parametrize("several", [{"tool_use": "TOOLS"}, [{"name": "tool_use", "template": "TOOLS"}]])
-def test_several_templates_without_a_default_are_an_error(several, tmp_path):
-    folder = folder_with(tmp_path / "model", tokenizer_config={"chat_template": several})
-    with pytest.raises(ConfigError, match="has the chat templates tool_use and none named default; write one to a fi"):
-        tokenizer(folder)
+def test_a_template_of_several_none_of_which_is_the_default_is_an_error(tmp_path):
+    for several in ({"tool_use": "TOOLS"}, [{"name": "tool_use", "template": "TOOLS"}]):
+        folder = folder_with(tmp_path / "model", tokenizer_config={"chat_template": several})
+        with pytest.raises(ConfigError, match="has the chat templates tool_use and none named default; write one to a"):
+            tokenizer(folder)
 
 
 def test_a_date_is_there_if_it_is_set(tmp_path):
@@ -197,21 +192,16 @@ def test_what_the_prompt_has_opened_counts_for_the_format(opening, tmp_path):
 
 
 def test_marks_that_are_special_tokens_reach_the_rewards_and_ends_do_not(tmp_path):
-    said = json.loads((TOY / "tokenizer.json").read_text())
-    size = read_shape(TOY).vocab_size
+    folder = folder_with(tmp_path / "model", config={"vocab_size": read_shape(TOY).vocab_size + 4})
+    rust = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     marks = ["<think>", "</think>", "<answer>", "</answer>"]
-    spare = [t for t in said["model"]["vocab"].values() if t > size - 60][:4]
-    by_id = {i: t for t, i in said["model"]["vocab"].items()}
-    vocab = {t: i for t, i in said["model"]["vocab"].items() if i not in spare} | dict(zip(marks, spare, strict=True))
-    merges = [m for m in said["model"]["merges"] if not {"".join(m), *m} & {by_id[i] for i in spare}]
-    added = [{"id": i, "content": mark, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-              "special": True} for i, mark in zip(spare, marks, strict=True)]
-    folder = folder_with(tmp_path / "model", tokenizer={
-        "model": said["model"] | {"vocab": vocab, "merges": merges}, "added_tokens": said["added_tokens"] + added})
+    rust.add_special_tokens(marks)
+    rust.save(str(folder / "tokenizer.json"))
     read = tokenizer(folder)
     text = f"<think>{REASONED}"
     ids = read.encode([f"{text}<|im_end|>"])[0]
-    assert set(spare) < set(ids) and read.decode(ids) == "2 + 2\n\n4" and read.read(ids) == text
+    assert {rust.token_to_id(mark) for mark in marks} < set(ids)
+    assert read.decode(ids) == "2 + 2\n\n4" and read.read(ids) == text
     assert formats(read, f"{text}<|im_end|>") == 1
 
 
@@ -224,8 +214,13 @@ def changed(folder: Path, **tensors: torch.Tensor | None) -> Path:
     return folder
 
 
-def test_a_head_in_a_tied_folder_is_the_embedding_or_an_error(tmp_path):
+def test_a_head_in_a_tied_folder_is_the_embedding_and_stored_rotary_frequencies_the_configs(tmp_path):
     folder = write_tiny(tmp_path / "model")
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    (frequency, _), = load(folder).frequencies.values()
+    with pytest.raises(ConfigError, match="has other rotary frequencies than config.json implies; mend rope_theta"):
+        load(changed(folder, **{name: frequency / 2}))
+    load(changed(folder, **{name: frequency}))
     embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     before = load(folder).embed_tokens.weight
     assert torch.equal(load(changed(folder, lm_head__weight=embedding.clone())).embed_tokens.weight, before)
@@ -256,8 +251,10 @@ def test_a_folder_has_one_set_of_weights(other, tmp_path):
         load(find_model(str(folder)))
 
 
-def test_an_index_and_a_whole_file_are_one_set_only_if_the_index_names_that_file(tmp_path):
+def test_an_index_names_the_one_set_of_weights_beside_which_mistrals_second_copy_may_lie(tmp_path):
     folder = write_tiny(tmp_path / "model")
+    save_file({"x": torch.zeros(1)}, folder / "consolidated.safetensors")
+    load(folder)
     tensors = load_file(folder / "model.safetensors")
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model.safetensors")}))
@@ -266,29 +263,13 @@ def test_an_index_and_a_whole_file_are_one_set_only_if_the_index_names_that_file
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}))
     with pytest.raises(ConfigError, match="holds model-1.safetensors and model.safetensors, and a model has one set"):
         load(find_model(str(folder)))
-
-
-def test_mistrals_second_copy_is_left_alone_and_a_tensor_in_two_files_is_not(tmp_path):
-    folder = write_tiny(tmp_path / "model")
-    save_file({"x": torch.zeros(1)}, folder / "consolidated.safetensors")
-    load(folder)
-    tensors = load_file(folder / "model.safetensors")
     first = dict(list(tensors.items())[:3])
-    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    (folder / "model.safetensors").unlink()
     save_file(first, folder / "model-2.safetensors")
-    index = {"weight_map": dict.fromkeys(tensors, "model-1.safetensors") | dict.fromkeys(first, "model-2.safetensors")}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    files = dict.fromkeys(tensors, "model-1.safetensors") | dict.fromkeys(first, "model-2.safetensors")
+    index.write_text(json.dumps({"weight_map": files}))
     with pytest.raises(ConfigError, match="is in another file too; download the weights again"):
         load(folder)
-
-
-def test_stored_rotary_frequencies_are_the_configs_or_an_error(tmp_path):
-    folder = write_tiny(tmp_path / "model")
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    (frequency, _), = load(folder).frequencies.values()
-    load(changed(folder, **{name: frequency}))
-    with pytest.raises(ConfigError, match="has other rotary frequencies than config.json implies; mend rope_theta"):
-        load(changed(folder, **{name: frequency / 2}))
 
 
 # ---- exports
@@ -356,11 +337,9 @@ def test_a_gold_cell_is_read_as_a_person_would(cell, gold, tmp_path):
     assert problem.solution == (cell if isinstance(cell, str) and cell != gold and cell[0] != "[" else "")
 
 
-@pytest.mark.parametrize(("number", "gold"), [("5.00", "5"), ("0.250", "0.25"), ("100", "100"), ("1E+2", "100"),
-                                              ("NaN", None)])
-def test_decimals_of_a_parquet_file(number, gold):
-    row = {"answer": Decimal(number)}
-    assert spelled(find_cell(row, "answer", {})) == gold
+def test_decimals_of_a_parquet_file():
+    for number, gold in ("5.00", "5"), ("0.250", "0.25"), ("100", "100"), ("1E+2", "100"), ("NaN", None):
+        assert spelled(find_cell({"answer": Decimal(number)}, "answer", {})) == gold
 
 
 TURNS = [{"from": "system", "value": "Add."}, {"from": "human", "value": "2+3?"},
@@ -387,11 +366,3 @@ def test_a_row_that_nobody_can_read_is_named(row, message, tmp_path):
         problems_of(tmp_path, {"question": "q", "answer": "1"} | row)
     if "answer" in row:
         load_problems(str(tmp_path / "own.jsonl"), answers=False)
-
-
-def test_a_set_without_a_gold_that_can_be_read_is_an_error_if_accuracy_counts(tmp_path):
-    golds = {"a": "\\boxed{", "b": "\\frac{1}{"}
-    with pytest.raises(VerifyError, match="own: none of the 2 gold answers can be read, for example .* of a"):
-        name_unreadable("own", golds, needed=True)
-    name_unreadable("own", golds, needed=False)
-    name_unreadable("own", golds | {"c": "5"}, needed=True)

@@ -106,24 +106,21 @@ def test_the_command_of_the_cloud_runs_and_goes_on(cluster, tmp_path):
     assert max(steps_logged(tmp_path / "run")) == 3
 
 
-def linter(name: str) -> str:
-    found = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    return found or pytest.skip(f"{name} is not installed")
+def linted(name: str, *words: object, text: str = "") -> None:
+    """A linter says nothing, if it is installed."""
+    program = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    done = subprocess.run([program or pytest.skip(f"no {name}"), *words], input=text, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stdout, done.stdout
 
 
 def test_the_image_is_described_soundly():
-    """By hadolint; what is copied into it is there."""
-    done = subprocess.run([linter("hadolint"), ROOT / "Dockerfile"], capture_output=True, text=True)
-    assert done.returncode == 0 and not done.stdout, done.stdout
+    linted("hadolint", ROOT / "Dockerfile")
     copied = [name for line in (ROOT / "Dockerfile").read_text().splitlines() if line.startswith("COPY")
               for name in line.split()[2:-1]]
     assert "requirements" in copied and all((ROOT / name).exists() for name in copied)
 
 
 def test_the_shells_scripts_are_sound():
-    """By shellcheck."""
-    shellcheck = linter("shellcheck")
     task = yaml.safe_load((ROOT / "examples" / "skypilot.yaml").read_text())
     for text in ((ROOT / "examples" / "slurm.sh").read_text(), f"#!/bin/bash\n{task['run']}"):
-        done = subprocess.run([shellcheck, "-e", "SC1091", "-"], input=text, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout
+        linted("shellcheck", "-e", "SC1091", "-", text=text)

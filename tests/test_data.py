@@ -10,7 +10,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-import transformers
 from conftest import ROOT, TOY, as_rewards, verdict, write_tiny
 
 import config
@@ -23,9 +22,8 @@ from leaves.windows.join import Piece, Pool, Turn
 from leaves.windows.settings import Windows
 from records import Problem, Prompt, PromptDraw, Rolled, Sample
 from settings.kinds import AllPrompts, BernoulliPrompts, Greso, LowestRank, Prompts
+from verify.errors import VerifyError
 from verify.grade import name_unreadable
-
-QUESTION = "Natalia sold 48/2 = 24 clips — in May; 50% off: €3.50?\n\tHow many, 𝟜 or ½?"
 
 
 def write(path, *rows):
@@ -108,21 +106,6 @@ def test_rows_of_the_hub_that_box_nothing_are_counted(monkeypatch, capsys):
     monkeypatch.setattr(datasets, "load_dataset", lambda *names, **split: rows)
     assert [p.answer for p in data.load_problems("math_train")] == ["1", "2"]
     assert "2 of 4 rows box no answer and are left out" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("system", [None, "Answer in {{ braces }}."])
-def test_prompts_equal_those_of_transformers(system):
-    """The same text and the same token ids, for text with bytes that the toy never saw."""
-    theirs = transformers.AutoTokenizer.from_pretrained(TOY)
-    messages = ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": QUESTION}]
-    ours = data.Tokenizer(TOY)
-    text = ours.render(QUESTION, system)
-    assert text == theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert text.endswith("<|im_start|>assistant\n")
-    for any_text in (text, "".join(map(chr, range(1, 256))) + "\U0001f600"):  # no byte is unknown
-        ids, = ours.encode([any_text])
-        assert list(ids) == theirs(any_text, add_special_tokens=False)["input_ids"]
-        assert ours.rust.decode(list(ids), skip_special_tokens=False) == any_text
 
 
 def edit(folder, name, **changes):
@@ -268,10 +251,6 @@ def test_greso_adapts_to_the_shares_of_easy_and_hard_groups():
         assert history.explore == pytest.approx(expected)
 
 
-def fields_of(history: PromptHistory) -> dict:
-    return vars(history) | {"records": history.records.tobytes()}
-
-
 def test_a_history_survives_a_checkpoint():
     history, other = (history_of(LowestRank(drop_prob=0.5, max_skips=2)) for _ in range(2))
     remember(history, [1, 1], [0, 1])
@@ -283,19 +262,13 @@ def test_a_history_survives_a_checkpoint():
     so_far = Piece(Sample((5, 6), (-0.1, -1 / 3), False)), Piece(Sample((5,), (-0.5,), True))
     pool.begun = [Turn(PROMPTS[1], 3, 0.5, 2.0, number=1, copy=2, age=1, so_far=so_far)]
     for saved, loaded in ((history, other), (pool, other_pool)):
-        assert fields_of(loaded) != fields_of(saved)
+        fields_of = [vars(one) | {"records": one.records.tobytes()} for one in (saved, loaded)]
+        assert fields_of[0] != fields_of[1]
         file = io.BytesIO()
         torch.save(saved.state(), file)
         file.seek(0)
         loaded.restore(torch.load(file, weights_only=True))
-        assert fields_of(loaded) == fields_of(saved)
-
-
-def test_a_template_that_renders_nothing_is_an_error():
-    tokenizer = data.Tokenizer(TOY)
-    tokenizer.render = lambda *_: ""
-    with pytest.raises(ConfigError, match=r"prompt a has no tokens \(1 of 1 prompts do\): the chat template"):
-        data.to_prompts([Problem("a", "One?", "1")], tokenizer, None, 40)
+        assert vars(loaded) | {"records": loaded.records.tobytes()} == fields_of[0]
 
 
 def test_longer_prompts_are_left_out_only_where_that_is_asked_for(capsys):
@@ -307,6 +280,9 @@ def test_longer_prompts_are_left_out_only_where_that_is_asked_for(capsys):
     assert "1 of 3 prompts have more than data.max_prompt_tokens=40 and are left out" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="1 of 1 prompts do"):
         data.to_prompts(problems[1:2], tokenizer, None, 40, drop_longer=True)
+    tokenizer.render = lambda *_: ""
+    with pytest.raises(ConfigError, match=r"prompt a has no tokens \(1 of 1 prompts do\): the chat template"):
+        data.to_prompts(problems[:1], tokenizer, None, 40)
 
 
 SHARED = ROOT.parent / "shared" / "data"
@@ -320,17 +296,6 @@ def test_every_named_set_is_whole(name, capsys):
     problems = data.load_problems(name, str(SHARED))
     assert len(problems) == NAMED_SETS[name][0] and not capsys.readouterr().err
     assert all(p.level in ("1", "2", "3", "4", "5", "none", None) for p in problems)
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason=f"no data sets in {SHARED}")
-def test_what_nobody_should_train_on_is_left_out_and_counted(capsys):
-    """The marks of the data, and none of math500's questions in what is left."""
-    problems = data.load_problems("math_train", str(SHARED), training=True)
-    assert len(problems) == 7500 - 9 - 25
-    said = capsys.readouterr().err
-    assert "9 of 7500 problems are problems of an evaluation set" in said
-    assert "25 of 7491 problems have a solution that boxes several answers" in said
-    assert len(data.drop_overlap(problems, data.load_problems("math500", str(SHARED)))) == len(problems)
 
 
 def test_marked_rows_are_left_out_of_training_alone(tmp_path, capsys):
@@ -357,10 +322,15 @@ def test_a_named_set_that_is_not_whole_is_said_to_be_so(tmp_path, capsys):
 
 
 def test_gold_answers_that_cannot_be_read_are_named_and_only_their_spelling_is_right(capsys):
+    """Without one that can be read, it is an error if accuracy counts."""
     problems = [Problem("fine", "q", r"\frac{1}{2}"), Problem("odd", "q", r"\frac{1}{"), Problem("n", "q", "7"),
                 Problem("text", "q", "east"), Problem("code", "q", "1,2,?!")]
     name_unreadable("few", {p.id: p.answer for p in problems}, needed=True)
     assert capsys.readouterr().err == ("few: 2 of 5 gold answers cannot be read, and only the same spelling counts as "
                                        "right: odd, code\n")
+    unread = {"a": "\\boxed{", "b": "\\frac{1}{"}
+    with pytest.raises(VerifyError, match="own: none of the 2 gold answers can be read, for example .* of a"):
+        name_unreadable("own", unread, needed=True)
+    name_unreadable("own", unread, needed=False)
     assert verdict(r"\frac{1}{", r"\frac{1}{ ") == "right"
     assert verdict(r"\frac{1}{", "1") != "right" and verdict(r"\frac{1}{", "") != "right"

