@@ -84,6 +84,7 @@ assert unreadable(["x + 1"]) == {"x + 1"}
     run_program(str(program), env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
+@pytest.mark.slow
 def test_a_way_that_runs_out_of_memory_ends_alone(tmp_path, capsys):
     bench = gpu_parts.Bench("updates", "1M", tmp_path / "out.jsonl", torch.device("cpu"), tmp_path, [])
 
@@ -243,6 +244,7 @@ def few(monkeypatch):
     monkeypatch.setattr(config, "load", lambda name, sets: load(name, [*sets, *less]))
 
 
+@pytest.mark.slow
 def test_the_bench_of_a_step_has_less_to_do_where_less_is_kept(few, capsys):
     whole, some = step.steps(rounds=1, keeps=(16, 4))
     assert whole["tokens"] > 2 * some["tokens"] and whole["update of unpruned"] == [1.0]
@@ -263,6 +265,7 @@ def test_the_bench_of_rollouts_measures_each_engine():
         assert rates.keys() == {"fixed", "tailed"} and min(rates.values()) > 0
 
 
+@pytest.mark.slow
 def test_the_bench_of_the_verifier_asks_both_verifiers_and_survives():
     rows = grade.speed("common", rounds=1, count=14)
     assert [row["verifier"] for row in rows] == ["winnow", "math-verify"] and min(rows[0]["answers/s"]) > 0
@@ -288,6 +291,7 @@ def test_the_bench_of_pruners_has_a_smaller_error_where_more_is_kept(monkeypatch
     assert measured and min(measured) >= 0
 
 
+@pytest.mark.slow
 def test_the_bench_beside_trl_takes_steps_in_turns(few, tmp_path, monkeypatch, capsys):
     """With TRL's side replaced by one that takes twice as long as Winnow would."""
     class Twice(peers.Winnow):

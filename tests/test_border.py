@@ -303,6 +303,7 @@ def test_an_export_prompts_by_itself_as_the_run_did(how, tmp_path):
     assert prompted_files(tokenizer(TOY), None) == {}
 
 
+@pytest.mark.slow
 def test_the_ends_of_training_are_those_of_the_export_and_of_a_checkpoints(tmp_path):
     folder = folder_with(tmp_path / "model", config={"eos_token_id": 0}, generation_config={"eos_token_id": 0},
                          tokenizer_config={"eos_token": "<|endoftext|>"})

@@ -50,6 +50,7 @@ def test_a_problem_is_asked_with_its_row_and_its_gold_answer_is_shown():
         assert conversation.row == row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", ["['=']", "null"])
 def test_an_environment_replies(stop, tmp_path):
     """Its reply is wrong by 3 and stands behind a stop text; without one only an answer's end can have a reply."""
@@ -66,6 +67,7 @@ def test_samples_are_those_of_the_seed():
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.slow
 def test_a_run_speaks_by_its_newest_policy_and_with_its_own_settings(tmp_path):
     run = tmp_path / "run"
     cfg = toy_config(run, "steps=2", "checkpoint.every=1", "rollout.group_size=4", "rollout.prompts_per_step=2",

@@ -275,6 +275,7 @@ def test_a_checkpoint_of_another_model_is_named(change, message, role, tiny, tmp
         go_on(Checkpoints(tmp_path / "saved", 1, {"policy": (other, ())}, CPU))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_becomes_a_hugging_face_folder(tmp_path, command, capsys):
     few = ["steps=1", "model.dtype=float32", "rollout.max_new_tokens=8", "eval.max_new_tokens=8"]
     final = weights(train.train(toy_config(tmp_path / "run", *few)))

@@ -206,6 +206,7 @@ def hold(tokenizer: data.Tokenizer, roles: list[str], seed: int, canonical: bool
     return talk, prompt, sample
 
 
+@pytest.mark.slow
 def test_tokens_are_those_sampled_and_those_of_the_template(dialects):
     for name, (_, _, kind, roles, _) in DIALECTS.items():
         for seed in range(20 if roles else 0):

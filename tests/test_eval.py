@@ -42,6 +42,7 @@ def run(command):
     return partial(command, evaluation)
 
 
+@pytest.mark.slow
 def test_training_and_the_command_give_identical_numbers(tmp_path, run, capsys):
     """The exported model, evaluated with the run's config by eval.py, repeats the run's last evaluation."""
     data_file = held_out(tmp_path / "held_out.jsonl", 10)
@@ -125,6 +126,7 @@ def test_the_verifiers_version_is_that_of_its_code(tmp_path, monkeypatch):
     assert len({true, edited, results.verifier_version()}) == 3
 
 
+@pytest.mark.slow
 def test_an_interrupted_evaluation_goes_on_to_the_same_file(tmp_path, monkeypatch, run, capsys):
     """Killed in its third chunk of five, with a line half written."""
     monkeypatch.setattr(evaluation, "ROUNDS_BETWEEN_WRITES", 1)

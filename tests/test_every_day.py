@@ -47,6 +47,7 @@ def begun(folder: Path, cfg: config.Config, *steps: int) -> Path:
 
 # ---- the run folder
 
+@pytest.mark.slow
 def test_a_folder_without_a_step_done_is_taken_over_by_the_same_command_and_by_another(
         tmp_path, command, monkeypatch, capsys):
     yaml = written(toy_config(tmp_path / "run", "steps=1", *SHORT))
@@ -201,6 +202,7 @@ def going(folder, *settings: str):
                       f"data.train={folder / 'train.jsonl'}", f"data.eval={folder / 'test.jsonl'}", *settings)
 
 
+@pytest.mark.slow
 def test_a_run_that_finds_other_inputs_does_not_go_on(first_step):
     """Rows in another order, or a tokenizer's file with one word more."""
     for name, setting in (
@@ -333,6 +335,7 @@ def test_a_pattern_of_runs_makes_one_page_and_says_what_is_no_run(tmp_path, monk
     assert command(report, "run/*") == 2 and "RUN_DIR run/* matches nothing" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_pattern_of_models_is_evaluated_one_by_one(tmp_path, monkeypatch, command, capsys):
     for seed, name in enumerate(("a", "b")):
         write_tiny(tmp_path / name / "hf", seed=seed)

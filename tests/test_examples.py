@@ -55,6 +55,7 @@ def test_a_number_above_both_and_two_rewards_of_which_either_may_be_none():
         ("#### 3", 3), ("#### 13", 3), ("#### 3", None))] == [1, 0, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", others_slow(EXAMPLES, "two_rewards"))
 def test_an_example_trains_for_two_steps(name, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)  # its paths are relative to it

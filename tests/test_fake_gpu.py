@@ -69,6 +69,7 @@ def test_a_sync_in_the_loss_is_seen():
     assert line.startswith("sync, loss: 1 x fake_gpu.py") and "terms.loss.item()" in line
 
 
+@pytest.mark.slow
 @with_cases(*CASES)
 def test_an_update_waits_launches_and_computes_no_more_than_it_did(case):
     row = figures(*CASES[case])

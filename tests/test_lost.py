@@ -56,6 +56,7 @@ class Planted:
         return os.mkdir, (str(self.folder),)
 
 
+@pytest.mark.slow
 def test_pickled_metadata_is_compared_with_its_digest_before_it_is_read(run, tmp_path, capsys):
     """torch.distributed.checkpoint unpickles it, which runs code."""
     metadata = run / "checkpoints" / "step_000004" / "policy" / ".metadata"
@@ -72,6 +73,7 @@ def test_pickled_metadata_is_compared_with_its_digest_before_it_is_read(run, tmp
 
 # ---- the pointer
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("named", "begun", "said"), [
     ("step_000001", 5, "names 'step_000001', and the newest that is there is step_000004: step_000004 is taken"),
     ("step_000002\n", 3, "names 'step_000002', and the newest that is there is step_000004: step_000002 is taken"),
@@ -155,6 +157,7 @@ def test_a_report_names_the_steps_that_a_log_lacks(run, tmp_path, monkeypatch):
 
 # ---- copies
 
+@pytest.mark.slow
 def test_a_copy_that_does_not_say_which_run_it_is_changes_neither(original, tmp_path, command, capsys):
     fork = shutil.copytree(original, tmp_path / "fork")
     before = (original / "metrics.jsonl").read_bytes()

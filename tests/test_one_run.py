@@ -68,6 +68,7 @@ def test_a_config_that_was_edited_in_the_run_folder_is_compared_with_the_checkpo
     assert steps(run) == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_other_code_and_libraries_are_named_and_the_run_goes_on(run, monkeypatch, capsys):
     go_on(run)
     assert "was made with another" not in capsys.readouterr().err
@@ -78,6 +79,7 @@ def test_other_code_and_libraries_are_named_and_the_run_goes_on(run, monkeypatch
     assert "step_000005 was made with another ['code of loss.py', 'version of torch']" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_helpers_of_a_reward_file_are_found_copied_and_compared(tmp_path, capsys):
     reward = write_reward(tmp_path / "own")
     cfg = toy_config(tmp_path / "run", *FEW, "steps=1", "reward.custom=1", f"reward.custom_file={reward}")

@@ -101,6 +101,7 @@ def test_messages_that_cannot_be_a_prompt_are_named(question, message, tmp_path)
         data.load_problems(str(write(tmp_path / "few.jsonl", {"question": question, "answer": "1"})))
 
 
+@pytest.mark.slow
 def test_csv(tmp_path):
     path = tmp_path / "own.csv"
     path.write_text('\ufeffquestion,answer,level\n"How many, then?\nTell.",1,\nq,2,Level 3\n', encoding="utf-8")
@@ -271,6 +272,7 @@ def stopping(folder: Path, *texts: str, slots: int = 3, dtype: torch.dtype = tor
     return TorchEngine(load(folder, dtype), spec(folder, slots, dtype, tokenizer.eos_ids, stops=tokenizer.stops))
 
 
+@pytest.mark.slow
 def test_a_sample_ends_with_the_token_that_completes_a_stop_text(tiny):
     """It is the beginning of what it would be without, up to the first token with which a text is in it. Some texts lie
     in two tokens and more, and slots are refilled and dropped meanwhile."""
@@ -343,6 +345,7 @@ def test_a_base_model_without_a_way_to_prompt_it_is_told_its_remedies(tmp_path, 
         assert data.Tokenizer(TOY).decode(seen[-1][0].prompt.ids).endswith(end)
 
 
+@pytest.mark.slow
 def test_a_base_model_trains_and_evaluates_on_questions_without_answers(tmp_path, command, capsys):
     """Everything speaks of the reward: metrics, files, closing table, eval.py and the page."""
     report = pytest.importorskip("report")

@@ -33,6 +33,7 @@ def run(built: Path, folder: Path, *words: object) -> subprocess.CompletedProces
                           env=own | {"XDG_CACHE_HOME": str(folder / "cache")}, capture_output=True)
 
 
+@pytest.mark.slow
 def test_an_empty_folder_gets_the_figures_of_the_repository(built, tmp_path, command, capsys):
     """Greedy, byte for byte: the table, the head and every response."""
     asked = ["--model", TOY, "--data", held_out(tmp_path / "few.jsonl", 6), *sets("eval.max_new_tokens=24")]

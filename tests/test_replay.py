@@ -79,6 +79,7 @@ def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", others_slow(RUNS, "cppo"))
 def test_a_step_done_again_has_the_gradient_that_was_logged_bit_for_bit(name, run_of, capsys):
     """First and last step, of rows that are cut, drawn, skipped, in rounds, with adapters, critics and pools."""

@@ -95,6 +95,7 @@ def test_every_shipped_config_loads_and_survives_the_round_trip(path, tmp_path):
         assert cfg.rollout.prompts_per_step * cfg.prune.completions.keep == base.prompts_per_step * base.group_size
 
 
+@pytest.mark.slow
 def test_every_metric_has_a_glossary_entry_and_every_entry_a_metric(tmp_path):
     (tmp_path / "own.py").write_text("def reward(text):\n    return 0")
     few = ["rollout.prompts_per_step=2", "rollout.max_new_tokens=32", "eval.max_new_tokens=8"]

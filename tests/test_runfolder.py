@@ -143,6 +143,7 @@ def test_a_setting_that_only_one_of_two_configs_has_is_absent_in_the_other(monke
         "kind ('topk' there, 'none' now)", "explore (absent there, 0.1 now)", "keep (4 there, absent now)"]
 
 
+@pytest.mark.slow
 def test_a_log_file_gets_one_plain_line_per_step(tmp_path, capfd):
     train.train(toy_config(tmp_path / "run", "steps=3", "rollout.max_new_tokens=8", "eval.max_new_tokens=8"))
     out, err = capfd.readouterr()

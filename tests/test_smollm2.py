@@ -158,6 +158,7 @@ def test_the_reward(text, gold, value):
     assert smollm2_reward.reward(text, gold) == value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", others_slow(smollm2.METHODS, "PPS, LoRA"))
 def test_a_method_trains_for_a_step(method, tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)

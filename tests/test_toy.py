@@ -43,6 +43,7 @@ def test_the_shipped_problems_are_those_of_the_generators(name, tmp_path):
         assert len(data.load_problems(str(made), None, False, columns, False)) == count
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_task_share_no_problem():
     for name, task in toy_tasks.TASKS.items():
         parts = [lines.keys() for lines in toy_tasks.splits(name).values()]

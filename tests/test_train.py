@@ -128,6 +128,7 @@ def test_what_was_left_to_auto_is_printed_written_down_saved_and_taken_again(tmp
     assert engines[0].slots == 3 and "checkpoint_blocks=selective" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_weights_change_only_after_they_have_been_copied(tmp_path, monkeypatch):
     order = []
     for owner, name in ((train.Checkpoints, "save"), (train.Checkpoints, "wait_for_copies"), (train, "update")):
@@ -153,6 +154,7 @@ def finished(tmp_path_factory) -> tuple[Path, torch.nn.Module]:
     return place, train.train(cfg)
 
 
+@pytest.mark.slow
 def test_the_run_folder_tells_what_ran(finished):
     summary = pytest.importorskip("leaves.page.summary").summary
     place, _ = finished
@@ -258,6 +260,7 @@ def test_the_published_configs_run_on_rows_in_their_layout(name, tmp_path):
     assert "eval/others/accuracy" in runfolder.read_log(tmp_path / "run" / "metrics.jsonl")[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", others_slow(PUBLISHED, "cppo_gsm8k.yaml", "prompt_pps_gsm8k.yaml"))
 def test_the_published_configs_train_at_toy_size(name, tmp_path):
     """As `--config NAME.yaml toy.yaml` does; five need more than that, which their own toy config says."""
@@ -301,6 +304,7 @@ def test_bad_input_is_one_line_with_the_remedy_and_status_2(case, finished, tmp_
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_resume_refuses_other_settings_and_names_them(tmp_path):
     cfg = toy_config(tmp_path / "run", "steps=1", "rollout.prompts_per_step=2", *SHORT)
     train.train(cfg)
@@ -319,6 +323,7 @@ def test_resume_refuses_other_settings_and_names_them(tmp_path):
     assert without_times(tmp_path / "run") == before and not (tmp_path / "run" / "eval_000009.jsonl").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "how"), [
     (1, "--resume auto goes on from the newest checkpoint, step_000001"),
     pytest.param(0, "--resume auto begins it again, since no checkpoint is there", marks=pytest.mark.slow)])

@@ -20,6 +20,7 @@ def with_normalizer(folder, normalizer: dict):
     return folder
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_explodes_is_one_line(tmp_path, monkeypatch):
     """Three replacements, each of a letter by a thousand of them."""
     more = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}

@@ -136,6 +136,7 @@ def test_a_start_that_fails_is_one_line(error, recorded, monkeypatch):
     assert str(error)[:20] in str(raised.value)
 
 
+@pytest.mark.slow
 def test_the_engine_sleeps_before_the_export_and_the_run_is_finished_after_it(tmp_path, monkeypatch):
     """The export gathers weights in float32, after the last evaluation."""
     seen = []

@@ -53,6 +53,7 @@ def test_what_a_verifier_judges_anew_is_judged_by_rescore(tmp_path):
     assert again["results"]["few"]["accuracy"] == 1 and again["head"]["sets"] == result["head"]["sets"]
 
 
+@pytest.mark.slow
 def test_a_suite_is_frozen_cited_and_compared(tmp_path, run, capsys, monkeypatch):
     """Two models on generated sums, of short answers here: a citable line for each, and their paired difference."""
     other, load = write_tiny(tmp_path / "other_model"), config.load

@@ -130,6 +130,7 @@ def test_it_learns_from_all_that_is_done_whatever_the_policy_is_trained_on(tiny,
         assert torch.equal(dist.gather_full(mine), theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [
     pytest.param(["critic.minibatches=3", "critic.epochs=2"], marks=pytest.mark.slow), ["advantage.lam_critic=0.9"]])
 def test_it_comes_to_explain_the_rewards(settings, tiny, tmp_path):

@@ -44,6 +44,7 @@ def gradient_of_case(folder, out, lam: float, pack: Pack) -> Gradient:
     return gradients(of_critic.model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lam", [1, 0.9])
 def test_with_shared_prompts_it_is_the_one_without(lam, tiny, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
@@ -69,6 +70,7 @@ def critics_gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> 
     return dist.sum_over_ranks({"loss": total})["loss"], gradients(of_critic.model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", others_slow([["advantage.lam_critic=1"], ["advantage.lam_critic=0.9"],
                                              ["model.lora.rank=2"]], ["advantage.lam_critic=0.9"]))
 def test_the_critics_gradient_does_not_depend_on_the_cut_or_the_order(how, rolled, tiny, tmp_path):

@@ -119,6 +119,7 @@ def test_where_everything_is_outside_a_run_goes_on_and_says_so(estimate, capsys)
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_estimator_learns_which_prompts_are_hard():
     """Long questions are answered wrong and short ones right: what a mean of embeddings can tell apart."""
     history = filtered(count=64, low=0.0, high=1.0)
@@ -143,6 +144,7 @@ def test_history_filters_by_the_newest_group_and_what_was_never_seen_comes_up():
     assert all((draw.prob == 1) == (share[draw.prompt.id] == 0.5) for draw in again.draws)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimate", ["head", "history"])
 def test_a_resumed_estimator_goes_on_bit_for_bit(estimate, tmp_path):
     share = {prompt.id: i % 5 / 4 for i, prompt in enumerate(prompts_of(12))}

@@ -62,6 +62,7 @@ def without_drafts(first: int) -> list[Sample]:
     return engine_on().generate(asked(first), 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 7])  # the same seeds, or others, as those of the drafts
 @pytest.mark.parametrize("kind", others_slow(["the same", "cut anywhere", "of some prompts", "of other prompts",
                                               "longer", "one token", "noise"], "the same", "cut anywhere", "longer"))
@@ -76,6 +77,7 @@ def test_drafts_change_no_token(kind, first):
         assert all(s.drafted == s.length for s in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", others_slow([{"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 0.8}],
                                                  {"top_p": 0.8}))
 @pytest.mark.parametrize("slots", others_slow([1, 3, 20, 64], 3))
@@ -126,6 +128,7 @@ def measured(folder) -> list[dict]:
     return [line for line in runfolder.read_log(folder / "metrics.jsonl") if "rollout/tokens" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", others_slow([
     ("prune.prompts={kind: pps, share: 0.5}",), ("rollout.until=informative", "rollout.max_rounds=2"),
     ("prune.completions={kind: topk, keep: 2}", "update.minibatches=2")],
@@ -181,6 +184,7 @@ def test_a_history_with_drafts_survives_a_checkpoint(tmp_path):
     assert loaded.drafts == saved.drafts
 
 
+@pytest.mark.slow
 def test_the_experiment_samples_the_same_completions_twice(monkeypatch, capsys):
     sys.path.append(str(ROOT / "experiments"))
     import speculation

@@ -384,6 +384,7 @@ def test_a_run_is_the_same_on_two_ranks_and_resumes_as_itself(name, tmp_path):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_a_step_is_replayed_and_its_texts_show_turns(tmp_path, capsys):
     cfg = toy_config(tmp_path / "run", *with_sums(tmp_path, "steps=2", "data.eval=null", "checkpoint.every=1",
                                                   "checkpoint.keep=all", "log.groups=4", "rollout.group_size=4",
@@ -409,6 +410,7 @@ def test_an_evaluation_converses_and_its_result_names_the_environment(tmp_path, 
     assert named["max_context"] == 200 and len(named["file"]) == 64
 
 
+@pytest.mark.slow
 def test_an_error_in_the_file_in_mid_run_is_one_line_and_the_run_goes_on_from_its_checkpoint(tmp_path):
     raises = "    if text and row['id'].endswith('7'): raise ValueError('seven')\n"
     source = SUMS.replace("    found =", f"{raises}    found =")

@@ -63,6 +63,7 @@ def gradients_here(folder, out, names: list[str]) -> list:
     return [RepliedCase(name, folder, out).by_training() for name in names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [
     ["grpo", "gspo"], pytest.param(list(OBJECTIVES), marks=pytest.mark.slow)], ids=["two", "all"])
 def test_two_ranks_have_the_gradient_of_one(names, tiny, tmp_path):
@@ -72,6 +73,7 @@ def test_two_ranks_have_the_gradient_of_one(names, tiny, tmp_path):
             assert_same(ours, expected)
 
 
+@pytest.mark.slow
 def test_over_all_cuts_and_draws_the_mean_is_the_full_gradient_with_replies_too(tiny, tmp_path, monkeypatch):
     """NAT and PPS together: the cuts count own tokens, and denominators are of whole completions without replies."""
     places = [[((1, 3),), (), ((1, 2), (3, 4))], [((0, 1),), ((2, 4),), ()]]

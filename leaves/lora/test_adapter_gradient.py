@@ -1,5 +1,6 @@
 """The gradient of adapters is that of the whole weights by the chain rule."""
 
+import pytest
 import torch
 from conftest import TOY, gradients, load, nudge, toy_config
 from test_invariance import PAPERS, Gradient, add_papers_gradient, assert_same, gradient, learner_on, rolled
@@ -32,6 +33,7 @@ def by_chain_rule(layers: dict[str, lora.Adapted], grad: Gradient) -> Gradient:
     return of_factors
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_the_papers_objective(tmp_path, rolled):
     """The KL is to a copy of the initial policy here, and to none in training."""
     cfg = toy_config(tmp_path / "run", "prune.completions.keep=8", "model.lora.rank=2", *PAPERS)

@@ -51,6 +51,7 @@ def logits_of(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([model(torch.tensor([s])).logits[0] for s in SEGMENTS])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", NAMED)
 @pytest.mark.parametrize("kind", others_slow(["qwen2", "qwen3-bias", "llama3", "llama-bias"], "qwen2", "llama-bias"))
 def test_logits_and_gradients_are_pefts_and_both_exports_have_them(kind, targets, tmp_path):
@@ -136,6 +137,7 @@ def test_without_an_initial_adapter_the_reference_is_the_base_and_no_second_copy
     assert (log_probs(made.policy) - separate).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_run_exports_its_policy_and_so_does_its_checkpoint_also_in_halves_on_a_base_of_float32(tmp_path):
     run = tmp_path / "run"
     policy = train.train(toy_config(run, "steps=1", "model.dtype=bfloat16", "model.lora.rank=2", "optim.lr=1e-2",

@@ -191,6 +191,7 @@ def test_a_step_that_some_process_outlives_is_none_and_one_reward_is_enough():
     assert describe_missing(one, Reward()) == ""
 
 
+@pytest.mark.slow
 def test_a_resume_asks_for_the_file_that_the_run_began_with(tmp_path):
     path = file_of(tmp_path, "def reward(text):\n    return len(text) % 2")
     cfg = small(tmp_path, path, "checkpoint.every=1", "steps=1")
@@ -209,6 +210,7 @@ def test_a_resume_asks_for_the_file_that_the_run_began_with(tmp_path):
         train.train(small(tmp_path, path, "checkpoint.every=1", "steps=3"), resume="always")
 
 
+@pytest.mark.slow
 def test_an_evaluation_says_that_the_file_is_not_the_runs(tmp_path, command, capsys):
     path = file_of(tmp_path, "def reward(text):\n    return 0.25")
     cfg = small(tmp_path, path, f"data.eval={tmp_path / 'few.jsonl'}", "eval.limit=2", "eval.max_new_tokens=2",

@@ -30,6 +30,7 @@ def run(tmp_path_factory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_the_card_has_figures_settings_code_that_runs_and_the_licence_of_the_base(run, monkeypatch, capsys):
     path = card.write_card(run)
     read = ModelCard.load(path)  # by the hub's own reader, which checks the head

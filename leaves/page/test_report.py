@@ -148,6 +148,7 @@ def logged(folder, key: str) -> list[tuple[int, float]]:
 BLUE, ORANGE = "#1f77b4", "#ff7f0e"
 
 
+@pytest.mark.slow
 def test_curves_go_through_the_values_of_the_log_and_the_mean_as_far_as_all_runs_have_come(tmp_path):
     folder = write_run(tmp_path / "run", [0.2] * 9)
     text = report.write_report([folder], tmp_path / "out").read_text()

@@ -115,6 +115,7 @@ def test_dgpo_with_weights_of_one_is_grpo_without_the_deviation(tiny, tmp_path, 
         assert gradients["group_preference"][name].equal(expected), name
 
 
+@pytest.mark.slow
 def test_margins_are_of_the_policy_before_each_optimizer_step(tmp_path, monkeypatch):
     """At the first of a run the policy is the reference, so every margin is 0; later ones are what was learnt."""
     cfg = toy_config(tmp_path / "run", "update.epochs=2", "steps=1", "optim.lr=1e-3", name="odpo_gsm8k.yaml toy.yaml")

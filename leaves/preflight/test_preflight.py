@@ -81,6 +81,7 @@ def stale_engine(kind, spec):
     return Stale(load(spec.folder, spec.dtype), spec)
 
 
+@pytest.mark.slow
 def test_an_engine_one_update_behind_is_seen_by_the_preflight_and_by_the_metric(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "start_engine", stale_engine)
     cfg = short_config(tmp_path, TOY)  # a model that learns, so that its weights move
@@ -125,6 +126,7 @@ def test_a_first_problem_that_is_left_out_is_not_compared_with_the_prompt_of_ano
     assert preflight.check_prompts(task, None).passed
 
 
+@pytest.mark.slow
 def test_a_template_that_closes_answers_with_another_token_or_does_not_open_them_is_seen(tmp_path):
     folder = write_tiny(tmp_path / "model")
 

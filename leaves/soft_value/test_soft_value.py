@@ -80,6 +80,7 @@ def test_a_table_of_soft_values_is_built_once_and_goes_on_where_it_was_cut_off(t
     assert table(sampled=True) == whole and len(script.rounds) == 1
 
 
+@pytest.mark.slow
 def test_a_run_with_soft_values_trains_on_what_its_table_leaves(tmp_path):
     """The advantages that are logged are rewards less V* of the file. That a resumed run reads the same file:
     test_train.py."""

@@ -48,6 +48,7 @@ def same_as_metrics(calls: list, folder: Path) -> bool:
     return merged[0] == merged[1]
 
 
+@pytest.mark.slow
 def test_metrics_and_config_are_recorded(calls, tmp_path):
     cfg = toy_config(tmp_path / "run", *SHORT)
     train.train(cfg)
@@ -83,6 +84,7 @@ def test_a_run_that_failed_and_goes_on_is_one_run_and_all_is_sent_again(calls, t
     assert runfolder.state_of(tmp_path / "run") == {"state": "finished"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [pytest.param("network", marks=pytest.mark.slow), "login"])
 def test_a_run_goes_on_without_network_or_login_and_says_it_once(missing, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(trackers, "LONGEST_WAIT", 0.5)
@@ -118,6 +120,7 @@ def test_what_fails_in_a_run_is_said_once(failing, calls, tmp_path, monkeypatch,
     assert said.startswith("wandb gets no more of this run: refused; with WANDB_MODE=offline") and said.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_tensorboard_has_every_step_once_when_the_run_goes_on_too(tmp_path):
     cfg = toy_config(tmp_path / "run", *SHORT[:2], "log.to=[tensorboard]", "checkpoint.every=1")
     train.train(replace(cfg, steps=1))

@@ -97,6 +97,7 @@ def sampled(tmp_path_factory):
     return voting, voting.rollout(draws), most
 
 
+@pytest.mark.slow
 def test_sampling_stops_where_brute_force_does(sampled):
     """Of the completions that a larger group has, in their order: looked at after 5, 8, 11, ... of them."""
     voting, groups, most = sampled
@@ -125,6 +126,7 @@ def test_a_model_may_learn_from_what_it_is_evaluated_on(tmp_path):
         train.load_task(toy_config(tmp_path / "run", same[0], name="grpo_toy.yaml"))
 
 
+@pytest.mark.slow
 def test_rewards_are_agreement_with_the_label(sampled):
     voting, groups, _ = sampled
     reward_NG = voting.score(groups).components["accuracy"]
@@ -160,6 +162,7 @@ def test_no_label_of_the_training_data_is_read(tmp_path):
     assert [line["votes/lead"] for line in logs["none"]] == [line["votes/lead"] for line in logs["right"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reward", [{}, pytest.param({"tag_exact": 1, "tag_number": 1}, marks=pytest.mark.slow)])
 def test_a_prompt_without_an_answer_has_no_reward(reward, tmp_path, monkeypatch):
     """Nobody's completions mark one: there is no label, so no gradient, and the run goes on. The tokens of all who vote

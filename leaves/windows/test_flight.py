@@ -142,6 +142,7 @@ def name_of(draw) -> tuple[int, str]:
     return draw.epoch, draw.prompt.id
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [
     pytest.param(["windows.in_flight=1.5", "windows.max_age=1"], marks=pytest.mark.slow),
     pytest.param(["windows.in_flight=4", "windows.max_age=3", "steps=9"], marks=pytest.mark.slow),
@@ -241,6 +242,7 @@ def test_the_gradient_of_mixed_ages_is_the_formulas_and_each_token_has_the_log_p
         torch.testing.assert_close(ours, expected[name], rtol=0, atol=allowed, msg=name)
 
 
+@pytest.mark.slow
 def test_the_rate_follows_the_effective_share_of_whole_completions(tmp_path):
     """VCPO by hand: two rows of one and of two completions, and a row that only keeps its rank in step."""
     def passed(gaps: list[list[float]], counts: bool = True):
@@ -292,6 +294,7 @@ def test_one_in_flight_is_a_run_without_the_setting(tmp_path):
 
 # ---- groups that wait
 
+@pytest.mark.slow
 def test_informative_groups_that_are_left_over_are_trained_on_in_the_next_step(watched, tmp_path):
     cfg = toy_config(tmp_path / "run", "steps=3", "optim.lr=1e-3", "rollout.prompts_per_step=2", "rollout.oversample=3",
                      "update.minibatches=2", "data.eval=null", "rollout.max_new_tokens=32", name="surplus_toy.yaml")

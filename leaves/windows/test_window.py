@@ -67,6 +67,7 @@ def test_every_token_is_trained_once_by_the_policy_and_by_the_critic_when_the_co
     assert learnt.keys() < trained.keys()
 
 
+@pytest.mark.slow
 def test_the_engine_reads_what_was_begun_with_the_weights_it_has_now(tmp_path):
     """In float64 its log-probs of a window are the policy's, also where the prefix is older than the policy."""
     train.train(windowed(tmp_path / "run", "steps=3", "optim.lr=1e-3", "data.eval=null"))
