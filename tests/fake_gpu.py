@@ -50,8 +50,6 @@ import loss
 import policy as policy_file
 import update
 from infra import dist
-from leaves.fit import counts
-from leaves.lora import join as lora
 from metrics import Clock, PassSums
 from model import Block, ChunkedLogProb, Decoder
 from prune import keep_all
@@ -223,6 +221,7 @@ def require_sync(policy: Decoder) -> None:
 
 def trace_update(folder: Path, cfg: config.Config, spoil: bool) -> Trace:
     """Trace one update. `spoil` puts a sync into the loss."""
+    from leaves.lora import join as lora
     count, trace, fully_shard = GROUPS * dist.world_size(), Trace(Device()), dist.fully_shard
     groups = make_groups([[*COMPLETIONS]] * count, [PROMPT] * count)
     adv_NG = torch.randn(count, len(COMPLETIONS), dtype=torch.float64)
@@ -258,6 +257,7 @@ PHASES[require_sync.__code__] = "sync"
 
 def figures(cfg: config.Config, one: Trace, whole: Trace) -> dict:
     """Compute what is printed and the tests read, for one row, from traces of one layer and of all."""
+    from leaves.fit import counts
     rows, policy, layers, autograd = whole.rows, whole.policy, whole.policy.shape.layers, ("backward", "rest")
     scored = sum(len(row.target_C) for row in rows) / len(rows)
     chunks = sum(-(-len(row.target_C) // policy.logp_chunk) for row in rows) / len(rows)

@@ -28,8 +28,6 @@ from advantage import flat_groups
 from config import ConfigError
 from infra import device as hardware
 from infra import dist
-from leaves.lora import join as lora
-from leaves.lora.settings import Lora
 from model import Decoder
 
 
@@ -211,6 +209,8 @@ def test_flop_count_what_tokens_meet():
     """Two completions of 2 tokens behind a prompt of 3, a row of 7: the second's meet 3 + 1 and 3 + 2 keys, less a half
     each. Two blocks of 128 weights; beside each 58 sides of rank 3. Nothing asks for the gradient of what the first
     layer's q, k and v read: 32 weights, and 3 factors of 3 x 4."""
+    from leaves.lora import join as lora
+    from leaves.lora.settings import Lora
     with torch.device("meta"):
         policy = Decoder(small())
     row = SimpleNamespace(queries=(5, 2), keys=(5, 5))

@@ -12,7 +12,6 @@ from conftest import ROOT, TOY, toy_config
 import chat
 import train
 from config import ConfigError
-from leaves.environment.test_environment import with_sums
 from records import Prompt, Request
 
 ROWS = [json.loads(line) for line in (ROOT / "toy" / "test.jsonl").read_text().splitlines()[:2]]
@@ -54,6 +53,7 @@ def test_a_problem_is_asked_with_its_row_and_its_gold_answer_is_shown():
 @pytest.mark.parametrize("stop", ["['=']", "null"])
 def test_an_environment_replies(stop, tmp_path):
     """Its reply is wrong by 3 and stands behind a stop text; without one only an answer's end can have a reply."""
+    from leaves.environment.test_environment import with_sums
     conversation = opened(*with_sums(tmp_path), f"rollout.stop={stop}", "eval.temperature=1", *SHORT)
     text = "".join(conversation.say("/problem") for _ in range(9))
     sums = re.findall(r"(\d+) \+ (\d+) = (\d+)", text)

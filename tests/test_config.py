@@ -13,8 +13,6 @@ from conftest import PUBLISHED, ROOT
 import config
 import train
 from config import ConfigError, load
-from leaves.critic.settings import ONLY_WITH as CRITIC_ONLY_WITH
-from leaves.critic.settings import Critic
 from settings import kinds, rules
 from settings import loader as settings
 from settings.leaves import LEAVES as TABLE
@@ -380,6 +378,8 @@ def test_a_published_config_loads_at_toy_size_and_keeps_its_kinds(name):
 
 def test_the_tables_of_rules_name_real_settings_and_their_values():
     """A misspelt choice would never be made, and its rule never be broken."""
+    from leaves.critic.settings import ONLY_WITH as CRITIC_ONLY_WITH
+    from leaves.critic.settings import Critic
     words = {f"{path}.{name}": get_args(kind) for path, options in UNIONS.items() for option in options.values()
              for name, kind in settings.hints(option).items()}
     words |= {key: get_args(kind) + ("True", "False") * (bool in (kind, *get_args(kind)))

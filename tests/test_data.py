@@ -18,8 +18,6 @@ from collect import Sampler
 from config import ConfigError
 from history import PromptHistory, epoch_order
 from infra.named_sets import NAMED_SETS
-from leaves.windows.join import Piece, Pool, Turn
-from leaves.windows.settings import Windows
 from records import Problem, Prompt, PromptDraw, Rolled, Sample
 from settings.kinds import AllPrompts, BernoulliPrompts, Greso, LowestRank, Prompts
 from verify.errors import VerifyError
@@ -252,6 +250,8 @@ def test_greso_adapts_to_the_shares_of_easy_and_hard_groups():
 
 
 def test_a_history_survives_a_checkpoint():
+    from leaves.windows.join import Piece, Pool, Turn
+    from leaves.windows.settings import Windows
     history, other = (history_of(LowestRank(drop_prob=0.5, max_skips=2)) for _ in range(2))
     remember(history, [1, 1], [0, 1])
     history.draw(4)

@@ -17,9 +17,6 @@ from tokenizers import Tokenizer as Rust
 import config
 import data
 from config import ConfigError
-from leaves.environment.join import EnvironmentEngine
-from leaves.environment.replies import Splicer
-from leaves.environment.test_environment import Inline
 from records import Prompt, Request, Sample
 
 CHATML = """{%- for message in messages %}
@@ -169,6 +166,7 @@ class Talk:
         self.left = rng.randint(0, 3)
 
     def generate(self, requests, *rest, **named):
+        from leaves.environment.replies import Splicer
         text = some_text(self.rng)
         before, whole = (self.encode(self.tokenizer.conversation(self.messages, True) + more) for more in ("", text))
         ids = whole[len(before):]
@@ -194,6 +192,8 @@ class Talk:
 
 
 def hold(tokenizer: data.Tokenizer, roles: list[str], seed: int, canonical: bool) -> tuple[Talk, Prompt, Sample]:
+    from leaves.environment.join import EnvironmentEngine
+    from leaves.environment.test_environment import Inline
     rng = random.Random(seed)
     asked = [{"role": "user", "content": some_text(rng)}]
     if rng.random() < 0.5:
@@ -226,6 +226,7 @@ def test_tokens_are_those_sampled_and_those_of_the_template(dialects):
 
 @pytest.mark.parametrize("name", DIALECTS)
 def test_roles_that_a_template_renders_otherwise_are_refused(name, dialects):
+    from leaves.environment.replies import Splicer
     *_, fitting, refused = DIALECTS[name]
     splicer = Splicer(dialects[name])
     for role in fitting:
@@ -237,6 +238,7 @@ def test_roles_that_a_template_renders_otherwise_are_refused(name, dialects):
 
 
 def test_a_tail_is_not_taken_from_a_template_that_numbers_its_turns(dialects, tmp_path):
+    from leaves.environment.replies import Splicer
     template = tmp_path / "own.jinja"
     template.write_text("{% for message in messages %}<|im_start|>{{ loop.index }} {{ message.role }}\n"
                         "{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -248,6 +250,7 @@ def test_a_tail_is_not_taken_from_a_template_that_numbers_its_turns(dialects, tm
 
 def test_a_reply_that_is_read_back_otherwise_is_refused(dialects):
     """Its tokenizer has no token for this character, and none for its bytes."""
+    from leaves.environment.replies import Splicer
     tokenizer = dialects["chatml"]
     splicer = Splicer(tokenizer)
     tokenizer.rust.normalizer = normalizers.Lowercase()
@@ -259,6 +262,7 @@ def test_a_reply_that_is_read_back_otherwise_is_refused(dialects):
 @pytest.mark.parametrize("name", ["chatml", "gemma", "mistral"])
 def test_a_text_behind_a_stop_has_the_tokens_that_it_has_in_the_whole(name, dialects):
     """Without the space that some tokenizers write before a first text."""
+    from leaves.environment.replies import Splicer
     splicer = Splicer(dialects[name])
     before, whole = splicer.encode("1 + 1 ="), splicer.encode("1 + 1 = 2.")
     assert [*before, *splicer.tokens(" 2.", before)] == whole

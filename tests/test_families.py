@@ -18,8 +18,6 @@ from infra.device import parameters
 from infra.export import export
 from infra.families import FAMILIES
 from infra.weights import read_shape
-from leaves.lora import join as lora
-from leaves.lora.settings import Lora
 from model import Decoder
 from rollout import TorchEngine
 
@@ -111,6 +109,8 @@ def test_what_the_embedded_engine_samples_has_the_log_probs_of_a_full_pass(name,
 @pytest.mark.parametrize("name", NAMES)
 def test_an_export_with_adapters_in_it_is_read_by_transformers(name, folders, tmp_path):
     """It is rounded to float32 once. Memory is counted for as many weights, norms and biases apart, and adapters."""
+    from leaves.lora import join as lora
+    from leaves.lora.settings import Lora
     shape = read_shape(folders(name))
     with torch.device("meta"):
         ours = Decoder(shape)

@@ -16,7 +16,6 @@ import config
 import train
 from config import ConfigError
 from infra import checkpoint, dist, results, runfolder, user_files
-from leaves.own_rewards import calls
 
 REWARD = "import helper\nfrom tools.inner import one\ndef reward(text):\n    return helper.worth(text) * one()\n"
 HELPERS = {"helper.py": "import deep, math\ndef worth(text): return deep.WORTH", "deep.py": "WORTH = 0.5",
@@ -81,6 +80,7 @@ def test_other_code_and_libraries_are_named_and_the_run_goes_on(run, monkeypatch
 
 @pytest.mark.slow
 def test_helpers_of_a_reward_file_are_found_copied_and_compared(tmp_path, capsys):
+    from leaves.own_rewards import calls
     reward = write_reward(tmp_path / "own")
     cfg = toy_config(tmp_path / "run", *FEW, "steps=1", "reward.custom=1", f"reward.custom_file={reward}")
     train.train(cfg)
@@ -100,6 +100,7 @@ def test_helpers_of_a_reward_file_are_found_copied_and_compared(tmp_path, capsys
 
 def test_a_helper_that_changes_during_a_run_ends_it(tmp_path):
     """Else the workers that are started later would reward by another file than the first ones."""
+    from leaves.own_rewards import calls
     reward = write_reward(tmp_path)
     own = calls.RewardFile.of(config.Reward(accuracy=0.0, custom=1.0, custom_file=str(reward)))
     reward.with_name("helper.py").write_text("def worth(text): return 1")

@@ -19,7 +19,6 @@ import train
 import update
 from config import ConfigError
 from infra import checkpoint, dist
-from leaves.critic.test_critic import fit, rolled_out
 from metrics import Clock
 from prune import keep_all
 
@@ -45,6 +44,7 @@ def test_an_update_out_of_memory_names_rank_row_and_a_capacity_below_it(row, whe
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_so_does_the_critics(where, tiny, tmp_path):
+    from leaves.critic.test_critic import fit, rolled_out
     learner = learner_on(tiny, toy_config(tmp_path / "run", "pack.capacity=176", "critic.lr=1e-2",
                                           name="ppo_gsm8k.yaml toy.yaml"))
     said = "out of memory in an update .* --resume auto and "

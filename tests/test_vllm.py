@@ -16,8 +16,6 @@ from test_rollout import spec, trainer_logp
 
 import data
 from infra import dist
-from leaves.environment.join import EnvironmentEngine
-from leaves.environment.test_environment import Inline
 from model import Decoder, empty_model, load_model, sdpa_padded
 from records import Sample, Segments
 from rollout_vllm import VLLMEngine
@@ -300,6 +298,8 @@ def test_completions_go_on_under_the_weights_of_now_each_up_to_a_limit_of_its_ow
 
 def test_turns_behind_replies_have_our_log_probs_and_read_little_again(engine, policy, folder, monkeypatch):
     """Of a turn's prompt, whole blocks of the turn before come from the cache of prefixes (128 tokens on the CPU)."""
+    from leaves.environment.join import EnvironmentEngine
+    from leaves.environment.test_environment import Inline
     engine.sync(policy)
     tokenizer, asked = data.Tokenizer(folder), prompts([60, 90, 120, 90])
     whole = engine.generate(ask(asked, [1, 2, 3, 4], 12), 1.0)

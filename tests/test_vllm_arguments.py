@@ -21,7 +21,6 @@ import train
 from config import ConfigError
 from infra import device as hardware
 from infra import dist, results, runfolder
-from leaves.fit import fit
 from policy import Weights
 from records import EngineSpec
 from rollout_vllm import VLLMEngine
@@ -165,6 +164,7 @@ def noting(start, seen: list[str]):
 
 def plan(name: str, ranks: int) -> EngineSpec:
     """The engine of a published config on so many GPUs of 80 GB, as train.py starts it."""
+    from leaves.fit import fit
     asked = config.load(name, ["rollout.engine=vllm"])
     cfg = fit.try_on(asked, fit.find_shape(asked.model.path), gpu(79, ranks)).cfg
     taken = []

@@ -15,7 +15,6 @@ import torch
 from conftest import PRECISION, ROOT, write_tiny
 
 from infra import runfolder
-from leaves.environment.test_environment import with_sums
 
 pytestmark = pytest.mark.vllm
 
@@ -230,6 +229,7 @@ def test_groups_go_on_with_vllm_on_two_ranks(tmp_path):
     pytest.param(TORCHRUN, [], marks=[two_ranks, pytest.mark.slow])], ids=["1 rank", "2 ranks, 1 engine", "2 ranks"])
 def test_an_environment_replies_to_vllm(launcher, more, tmp_path):
     """Ranks that share an engine take equally many turns."""
+    from leaves.environment.test_environment import with_sums
     lines = run_twice(tmp_path, [*launcher, "train.py"], "grpo_toy.yaml", *with_sums(tmp_path), "steps=3",
                       "rollout.prompts_per_step=4", "optim.lr=1e-12", *more)
     assert all(line["environment/calls"] > 0.2 for line in lines)
