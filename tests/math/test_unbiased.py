@@ -20,7 +20,7 @@ from collect import Selection, choose
 from config import ConfigError
 from prune import COMPLETIONS, Candidates, below_mean, drop_bottom, keep_all, keep_largest, thin
 from records import Batch, Group, Pruned, Rewards, lengths
-from settings import leaves
+from settings import kinds, leaves
 from settings.kinds import Bernoulli, Pps
 from settings.loader import choices, hints
 
@@ -240,13 +240,40 @@ def require_bias(bias: float, arm: str) -> None:
     assert bias > 0.01
 
 
-def test_the_same_sees_the_bias_of_prompts_without_weights(tiny, tmp_path, monkeypatch):
-    step = at_both(tiny, tmp_path / "run", PROMPTS)
-    require_bias(both_levels(step, monkeypatch, [0, 1], unweighted), "prompts without weights")
+def over_the_kept(batch: Batch) -> Batch:
+    return replace(batch, places=list(range(len(batch.groups))), offered=len(batch.groups))
+
+
+@pytest.mark.parametrize("change", [unweighted, over_the_kept])
+def test_the_same_sees_the_bias_of_prompts(change, tiny, tmp_path, monkeypatch):
+    """Prompts without weights, and 1/(1-P) over the prompts that were kept."""
+    if change is over_the_kept:
+        true = Step.gradient_of
+        monkeypatch.setattr(Step, "gradient_of", lambda self, batch, _: true(self, batch, list(range(batch.offered))))
+    require_bias(both_levels(at_both(tiny, tmp_path / "run", PROMPTS), monkeypatch, [0, 1], change), change.__name__)
+
+
+def test_the_same_sees_the_bias_of_a_scale_over_the_prompts_rolled_out(tiny, tmp_path, monkeypatch):
+    """GDPO's deviation, had the config error not stopped it."""
+    step = at_both(tiny, tmp_path / "run", *by_kind("decoupled"))
+    step.cfg = replace(step.cfg, prune=replace(step.cfg.prune, prompts=kinds.BernoulliPrompts(drop_prob=0.6)))
+    require_bias(both_levels(step, monkeypatch, [0, 1]), "a scale over the prompts rolled out")
 
 
 def without_weights() -> list[tuple]:
     return [(chance, Pruned(p.keep_NG, p.keep_NG.double(), p.prob_NG)) for chance, p in outcomes(candidates(""), HALF)]
+
+
+def renormalised() -> list[tuple]:
+    """Advantages of what survives, computed anew from it: a single survivor has none."""
+    arms = []
+    for chance, pruned in outcomes(candidates(""), HALF):
+        adv_NG = torch.zeros_like(ADV_NG)
+        for n, keep_G in enumerate(pruned.keep_NG):
+            if keep_G.sum() > 1:
+                adv_NG[n, keep_G] = group_norm(REWARD_NG[n, keep_G][None], 1, 1e-4)[0]
+        arms.append((chance, pruned, adv_NG))
+    return arms
 
 
 BIASED = {
@@ -257,6 +284,7 @@ BIASED = {
     "no weights, mean over the kept": (without_weights, "sequence", "kept"),
     "1/(1-P) over the kept mean": (lambda: list(outcomes(candidates(""), HALF)), "sequence", "kept"),
     "token mean over survivors": (lambda: list(outcomes(candidates(""), HALF)), "token", "kept"),
+    "advantages normalised after pruning": (renormalised, "sequence", "all"),
 }
 
 
