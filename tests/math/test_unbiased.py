@@ -16,6 +16,7 @@ from torch import Tensor
 
 import config
 import update
+from advantage import group_norm
 from collect import Selection, choose
 from config import ConfigError
 from prune import COMPLETIONS, Candidates, below_mean, drop_bottom, keep_all, keep_largest, thin
