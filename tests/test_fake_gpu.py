@@ -87,6 +87,7 @@ def test_an_update_waits_launches_and_computes_no_more_than_it_did(case):
     assert 0 < row["again"]["layers"] <= 1 if case in ("recompute", "lora_one_rank") else row["again"]["layers"] == 0
 
 
+@pytest.mark.slow
 @with_cases("1.5B", "7B", "one_rank", "recompute", "selective", "entropy", "lora", "lora_7B", "lora_one_rank",
             "lora_selective", *FAMILIES)
 def test_the_peak_is_what_memory_py_counts_or_a_little_less(case):

@@ -238,6 +238,7 @@ def test_an_adapter_goes_on_on_its_own_base_and_from_its_own_first_one_alone(tin
         weights_of(step).policy(step, base, torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("written", "asked", "message"), [
     ({"r": 4}, [], "model.lora.rank=3 must be 4, which the adapter at model.lora.path=.* has; set it so"),
     ({}, ["model.lora.alpha=7"], "model.lora.alpha=7.0 must be 6, which the adapter"),

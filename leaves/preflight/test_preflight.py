@@ -108,6 +108,7 @@ FAULTS = {  # every key of a row up to a token's own place, whichever sequence i
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_engine_or_trainer_is_seen(fault, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(*FAULTS[fault])
