@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 GONE = json.loads(os.environ["GONE"])  # leaves, and names of their settings, kinds and configs
 NAMES = "|".join(map(re.escape, GONE["names"]))
-REFUSED = re.compile(rf"unknown key '(?:[\w.]*\.)?(?:{NAMES})'|\bkind=(?:{NAMES})\b|config '(?:{NAMES})\b")
+REFUSED = re.compile(rf"unknown key '(?:[\w.]*\.)?(?:{NAMES})'|\bkind='?(?:{NAMES})\b|config '(?:{NAMES})\b")
 
 
 def asks_for(error: BaseException) -> str:
