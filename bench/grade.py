@@ -42,7 +42,7 @@ LARGE = ("{", "}", "\\boxed{", "$", "answer is ", "<answer>", "1", "1,", "\\boxe
 def pair(kind: str, rng: random.Random) -> tuple[str, str]:
     """Make a gold answer and an answer, which is another spelling of it half of the time."""
     a, b, c = (rng.randint(2, 999) for _ in "abc")
-    d, x = c if rng.random() < 0.5 else c + 1, rng.choice("xyzt")
+    d, x = c + (rng.random() >= 0.5), rng.choice("xyzt")  # d is c, or one more in a wrong answer
     return {
         "rational": (rf"\frac{{{x}^2-{a * a}}}{{{x}+{c}}}", rf"\frac{{({x}-{a})({x}+{a})}}{{{d}+{x}}}"),
         "trigonometric": (rf"{a}\sin {x}\cos {x}+{c}", rf"\frac{{{a}}}{{2}}\sin 2{x}+{d}"),

@@ -300,10 +300,10 @@ def fit(value: Any, kind: Any, path: str) -> Any:
     if isinstance(value, dict) and hints(kind):
         return build(kind, value, path + ".")
     if isinstance(value, dict) and origin is dict:
-        names = get_args(inner[0]) or value
+        allowed = get_args(inner[0]) or value  # without a list of names any is allowed
         for name in value:
-            if name not in names:
-                raise ConfigError(unknown(name, names, path + "."))
+            if name not in allowed:
+                raise ConfigError(unknown(name, allowed, path + "."))
         return {str(name): convert(item, inner[1], f"{path}.{name}") for name, item in value.items()}
     if isinstance(value, list) and origin is list:
         return [convert(item, inner[0], f"{path}[{i}]") for i, item in enumerate(value)]

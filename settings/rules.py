@@ -155,9 +155,8 @@ def table_rules(cfg: Any) -> Iterator[Rule]:
     only_with = reduce(or_, leaves.stated(cfg, "ONLY_WITH"), ONLY_WITH)
     requires = reduce(or_, leaves.stated(cfg, "REQUIRES"), REQUIRES)
     for choice, entries in only_with.items():
-        for entry in entries if not is_chosen(flat, choice) else ():
-            key, _, why = entry.partition(": ")
-            if key in flat:
+        for key, _, why in (entry.partition(": ") for entry in entries):
+            if key in flat and not is_chosen(flat, choice):
                 section, _, name = key.rpartition(".")
                 default = type(leaves.look_up(cfg, section)).__dataclass_fields__[name].default
                 shown = "null" if default is None else default

@@ -144,7 +144,7 @@ def check_template(tokenizer: Tokenizer, system: str | None) -> Check:
 
 
 def check_prompts(task: Task, system: str | None) -> Check:
-    """Check that what is sampled from ends as the rendered text ends."""
+    """Check that a prompt's tokens end as its rendered text does."""
     problem, ids = task.problems[0], task.prompts[0].ids
     # Tokenizers may change white space at the ends of a text.
     end = strip_spaces(render_problem(problem, task.tokenizer, system))[-ENDING:]
@@ -174,18 +174,18 @@ def with_answers(problems: list[Problem]) -> list[Problem]:
 
 
 def check_rewards(settings: Reward, task: Task) -> Check:
-    """Check that a good completion can have the best value of each built-in component with a weight, as the
-    tokenizer writes and reads it."""
+    """Check that some completion, as the tokenizer writes and reads it, has the best value of each built-in
+    component with a weight."""
     tokenizer, built_in = task.tokenizer, replace(settings, custom=None, custom_file=None)
     answered = with_answers(task.problems)
     missing = {name for name in built_in.weights if answered or name not in NEED_ANSWER}
+    best = {name: COMPONENTS[name][2 if built_in.weights[name] > 0 else 1] for name in missing}
     for problem in answered or task.problems[:1]:
         texts = map(tokenizer.read, tokenizer.encode(forge(problem.answer, tokenizer.opened)))
         rows = score([(text, problem, 1) for text in texts], 2 * (settings.overlong_tokens or 1), built_in,
                      task.graded)
         reached = dict(zip(list_components(built_in, task.graded), zip(*rows, strict=True), strict=True))
-        missing -= {name for name in missing
-                    if COMPONENTS[name][1 + (built_in.weights[name] > 0)] in reached[name]}
+        missing -= {name for name in missing if best[name] in reached[name]}
         if not missing:
             break
     return Check("good answers are rewarded", not missing,
