@@ -92,7 +92,7 @@ class Rollout:
     cache_gib: Positive | None = None  # vllm: KV cache per rank; null: room for every slot at full length
     # vllm: give the engine's memory up for an update; auto: only if the two do not fit beside each other
     sleep: Literal["auto", "always", "never"] = "auto"
-    quantization: Literal["none", "fp8"] = "none"  # vllm: sample with weights of 8 bits (loss.tis_cap)
+    quantization: Literal["none", "fp8"] = "none"  # vllm: sample with 8-bit weights; loss.tis_cap corrects it
 
 
 Weight = Annotated[float, "in [-1e6, 1e6]"]

@@ -97,8 +97,8 @@ def list_decisions(rolled: Rolled, batch: Batch) -> dict:
 
     {"seed", "offered", "rounds": number of groups in each round, "prompts": [...]}, each prompt with "id",
     "epoch", "prob", "weight", and what a leaf's draw has `noted`.
-    A prompt that was rolled out has "tokens" too, a hash of its completions, and "right": [G], 1, 0, or null
-    for a completion that goes on; without gold answers "reward": [G] instead. A prompt that is trained on
+    A prompt that was rolled out also has "tokens", a hash of its completions, and "right": [G] of 1, 0, or
+    null for a pending completion; without gold answers "reward": [G] instead. A prompt that is trained on
     has "place", its index among the prompts offered, "completion_prob": [G] and "completion_weight": [G].
     Both cover the two levels of pruning together; the weight of a dropped completion is 0. With prune.tokens,
     "completion_tokens" counts its tokens before the cut.

@@ -256,7 +256,7 @@ def most_variance(reward_NG: Tensor, share: float, slack: float) -> Tensor:
     variance_N = variance_N.round(decimals=12)  # equal variances are equal, and a flat group has 0
     sorted_N, order_N = variance_N.sort(descending=True, stable=True)
     target = share * sorted_N.sum() - slack
-    before_N = sorted_N.cumsum(0) - sorted_N  # of all larger ones: for a flat group of all there are
+    before_N = sorted_N.cumsum(0) - sorted_N  # the sum of all larger ones; for a flat group the whole sum
     kept_N = before_N < target * (1 - 1e-9)
     return torch.zeros_like(kept_N).scatter_(0, order_N, kept_N)[:, None].expand_as(reward_NG)
 

@@ -28,7 +28,7 @@ from verify.number import number
 class Completion:
     """A completion and its gold answer, as a component reads them."""
 
-    text: str         # up to the first end-of-sequence token that is spelled out
+    text: str         # up to the first end token, if one is written as text (<|im_end|>)
     gold: str
     tokens: int       # sampled, the EOS among them
     longest: int      # tokens that were allowed

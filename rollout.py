@@ -333,7 +333,7 @@ class TorchEngine:
         self.slots = spec.slots
         self.attention = spec.backend
         self.stops = spec.stops
-        self.decoding = Decoding  # or a leaf's own
+        self.decoding = Decoding  # a leaf may put its own here
 
     @torch.no_grad()
     def sync(self, policy: Decoder) -> None:

@@ -82,7 +82,7 @@ class Bench:
     shape: str
     out: Path            # of results
     device: torch.device
-    folder: Path         # of a model without weights: of the shape, with the toy's tokenizer
+    folder: Path         # a model of this shape without weights, with the toy's tokenizer
     missing: list[str]   # libraries
 
     @property

@@ -149,6 +149,7 @@ class Peer:
         return Dataset.from_list(rows)
 
     def reward_function(self, regime: Regime):
+        """Score completions for the time it takes, and return drawn rewards, as `take_step` does."""
         settings = toy("grpo_toy.yaml", regime).reward
 
         def reward(completions, completion_ids, gold, **columns) -> list[float]:

@@ -78,7 +78,7 @@ def arm(settings_of: Callable[[int], Completions]) -> Draw:
 
 
 def by_size(size_of: Callable[[Scene], Tensor], order: str = "similar") -> Draw:
-    """Draw of the whole step in proportion to a size over sqrt(length), in the order of `pps` or shuffled."""
+    """Make a pruner that draws over the step by a size over sqrt(length), in `pps`'s order or shuffled."""
     def draw(scene: Scene, seed: int, k: int) -> Tensor:
         size_NG, order_K = sizes(size_of, scene), order_of(scene)
         if order == "shuffled":

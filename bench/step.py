@@ -176,7 +176,7 @@ def packing(rounds: int) -> list[dict]:
 # ---- rollouts
 
 def requests(slots: int, lengths: str) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Draw prompts, each G times, and the number of tokens that each completion gets."""
+    """Draw prompts, repeat each G times, and choose the length of each completion."""
     count = slots if lengths == "fixed" else 3 * slots
     generator = torch.Generator().manual_seed(0)
     prompts = []

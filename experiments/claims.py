@@ -219,7 +219,7 @@ def is_biased(name: str) -> bool:
 
 
 def areas_of(by_seed: BySeed) -> list[float]:
-    """Compute the area over steps of each run."""
+    """Compute each run's area, its mean accuracy over steps."""
     curves = [curve(record) for record in by_seed.values()]
     return [area_and_end(of, "steps", of.spent["steps"][-1])[0] for of in curves]
 

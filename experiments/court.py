@@ -172,7 +172,7 @@ def run_of(name: str, arm: Arm, rate: str, seed: int, tuning: bool = False) -> R
 
 
 def chosen_rate(name: str, results: Path) -> str | None:
-    """Name the rate of the largest area, once the grid is there, or the one that the arm is given."""
+    """Return the rate given to an arm, else that of the largest area, or None until the grid is run."""
     if name in ARMS and ARMS[name].rate:
         return ARMS[name].rate
     areas = validated(results).get(name, {})

@@ -218,7 +218,7 @@ def skipped_at(groups: Steps, prob: float, weight: float) -> Steps:
 
 
 def informative(problem: Problem, groups: Steps) -> Steps:
-    """Roll out anew until the rewards of the group differ."""
+    """Keep only groups of unequal rewards, as if each was rolled out anew until they differ."""
     reward_SG = reward_of(problem, groups)[:, 0]
     differ_S = ~flat_groups(reward_SG)
     chance_S = groups.chance_S[differ_S]

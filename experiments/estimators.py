@@ -230,7 +230,7 @@ def draw_kinds(
     adv_SNG: Tensor,
     chosen: Estimator,
 ) -> tuple[list[Draws], Tensor]:
-    """Go through the draws of each distinct step, [U]; returns also the kind of each step, [S]."""
+    """List the draws of each distinct step, [U], and say which of these each step equals, [S]."""
     settings = PRUNERS[chosen.completions]
     reward_SNG = reward_of(problem, steps)
     keys = [adv_SNG, reward_SNG]

@@ -8,8 +8,8 @@
 | 4 | two, each + or - 2 to 5, up to 25 |
 | 5 | two, a product of 2 to 6 and 2 to 10, and then + or - 2 to 5 |
 
-The same seed makes the same problems. No two problems of all sets together have the same arithmetic, whatever
-words stand around it. A question is a list of messages: two solved examples as turns, and the problem.
+The same seed makes the same problems. No two problems, of one set or two, have the same arithmetic,
+even in other words. A question is a list of messages: two solved examples as turns, and the problem.
 """
 
 import json
@@ -102,7 +102,7 @@ def as_messages(question: str) -> list[dict[str, str]]:
 
 
 def make(seed: int = SEED) -> dict[str, list[dict]]:
-    """Make the rows of all sets; levels take turns, so that the first rows of a set hold all of them."""
+    """Make the rows of all sets; levels take turns, so that a set's first rows have every level."""
     rng = random.Random(seed)
     taken: set[Arithmetic] = set()
     sets: dict[str, list[dict]] = {}

@@ -101,7 +101,7 @@ class Checkpoints:
             self.written = self.worker.submit(self.finish, fresh, extra_file.getvalue(), uploads)
 
     def finish(self, fresh: Path, extra: bytes, uploads: list[Future]) -> None:
-        """Wait for all ranks' files; then rank 0 makes the checkpoint the newest."""
+        """Wait for all ranks' files; then rank 0 publishes the checkpoint."""
         try:
             for upload in uploads:
                 upload.result()

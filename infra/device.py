@@ -60,7 +60,7 @@ def local_processes() -> int:
 
 
 def why_no_cuda() -> str:
-    """Say why a machine with a GPU does not compute on it; "" if it has none, or it is hidden."""
+    """Say why the GPUs of a machine cannot be used; "" if they can, are hidden, or are absent."""
     devices, processes = torch.cuda.device_count(), local_processes()
     if 0 < devices < processes:
         return f"the machine has {devices} CUDA devices to {processes} processes; start fewer"

@@ -103,7 +103,7 @@ def with_letters(row: dict) -> dict:
 def columns_of(source: str, rows: list[dict], columns: Columns) -> Columns:
     """Keep those columns that some row of a set has. Print the others: our own names are used for them.
 
-    A question or an answer that is found under neither name stays, for the error about it.
+    A column for question or answer stays if neither name is found: an error will name it.
     """
     there = {}
     for name, column in columns.items():

@@ -378,7 +378,7 @@ def same_values(gold: str, answer: str, compare: Compare) -> bool:
     """Compare two answers that are neither lists nor relations."""
     if (equal_numbers := same_numbers(gold, answer)) is not None:
         return equal_numbers
-    if read_words(gold) or read_words(answer) or len(gold) == len(answer) == 1:
+    if read_words(gold) or read_words(answer) or len(gold) == len(answer) == 1:  # unequal letters
         return read_words(gold) is not None and read_words(gold) == read_words(answer)
     gold_kind, gold_members = take_apart(gold, answer)
     answer_kind, answer_members = take_apart(answer, gold)

@@ -42,7 +42,7 @@ NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)")
 
 
 def until_end(text: str) -> str:
-    """Cut a text off before the first end-of-sequence token that is spelled out."""
+    """Cut a text off before the first end token that is written in it (<|im_end|>)."""
     return END.split(text, maxsplit=1)[0]
 
 

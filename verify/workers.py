@@ -48,7 +48,7 @@ POOLS: dict[Limits, ProcessPool] = {}
 
 
 def workers(limits: Limits) -> ProcessPool:
-    """Return the worker processes of a purpose; the first call starts them."""
+    """Return the workers for calls under these limits; the first call starts them."""
     if limits in POOLS:
         return POOLS[limits]
     if getattr(multiprocessing.current_process(), "_inheriting", False):

@@ -13,8 +13,8 @@ The factor is such that a step is expected to cost as many tokens as with rollou
 A prompt without a history gets rollout.group_size.
 
 Every completion is a group of its own, as in leaves/windows; its draw weighs (mean n) / n_q, so that the
-loss is a mean over prompts of means over n_q. The baseline is the mean of the prompt's other copies. n_q is
-known before the step, so with loss.normalize=sum the gradient is unbiased for every rule.
+loss is a mean over prompts of means over n_q. The baseline is the prompt's mean reward
+without this completion. n_q is known before the step: with loss.normalize=sum every rule is unbiased.
 """
 
 from dataclasses import dataclass

@@ -34,12 +34,12 @@ class Rate:
 
     @property
     def mean(self) -> float:
-        """Estimate the pass rate, above 0 and below 1, by one right and one wrong completion more."""
+        """Estimate the pass rate with one right and one wrong completion added, never 0 or 1."""
         return (self.right + 1) / (self.count + 2)
 
 
 class PassRates(PromptHistory):
-    """The history of prompts with a rate for each that was rolled out."""
+    """A history that also keeps the pass rate of each prompt."""
 
     def __init__(self, history: PromptHistory):
         super().__init__(history.prompts, history.pruning, history.seed, history.middle)

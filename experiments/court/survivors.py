@@ -61,8 +61,8 @@ def require(cfg: Config) -> None:
     """Raise ConfigError for settings that do not go with aborts."""
     require_plain(cfg)
     if cfg.advantage.kind != "survivors" or cfg.loss.normalize == "token" or cfg.prune.truncated:
-        raise ConfigError("aborts need advantage.kind=survivors, prune.truncated=false and another "
-                          "loss.normalize than token: its denominator would depend on the aborts")
+        raise ConfigError("aborts need advantage.kind=survivors and prune.truncated=false, and not "
+                          "loss.normalize=token: its denominator would depend on the aborts")
     mark, most = cfg.prune.completions.mark, cfg.rollout.max_new_tokens
     if mark >= most:
         raise ConfigError(f"prune.completions.mark={mark} must be below rollout.max_new_tokens={most}")

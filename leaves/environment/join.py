@@ -190,7 +190,7 @@ class EnvironmentEngine:
         return replace(request, seed=seed, limit=limit, so_far=whole)
 
     def room(self, request: Request, so_far: Dialogue | None) -> int:
-        """Count the tokens that environment.max_context leaves."""
+        """Count the tokens that still fit into environment.max_context."""
         length = so_far.length if so_far else 0
         return self.file.settings.max_context - len(request.prompt.ids) - length
 

@@ -65,8 +65,8 @@ def choose_sleep(choice: Choice) -> Config:
 
 
 def choose_rows(cfg: Config, choice: Choice) -> Config:
-    """Choose pack.capacity and model.checkpoint_blocks, if they are `auto`: rows are as long as memory has
-    room for, and blocks recomputed as little as leaves rows that are long enough."""
+    """Choose pack.capacity and model.checkpoint_blocks, if they are `auto`: the least recomputation that
+    leaves room for rows of ENOUGH_TOKENS, and then the longest rows that fit."""
     ways, (least, most) = list(BLOCK_CALLS), row_range(cfg, choice.machine.ranks)
     if cfg.model.checkpoint_blocks != "auto":
         ways = [cfg.model.checkpoint_blocks]

@@ -74,7 +74,7 @@ class Adapted(Projection):
             linear.in_features, linear.out_features, bias, device="meta", dtype=linear.weight.dtype)
         self.requires_grad_(False)
         self.scale = settings.alpha / settings.rank
-        self.adapter = "lora"  # the adapter that `forward` adds; "initial", or none, for the initial policy
+        self.adapter = "lora"  # which `forward` adds; "initial", if there is one, for the initial policy
         sizes = {"A": (settings.rank, self.in_features), "B": (self.out_features, settings.rank)}
         for name in ("lora", "initial") if settings.path else ("lora",):
             for factor, size in sizes.items():

@@ -56,7 +56,7 @@ def resolved(cfg: Config) -> str:
 
 
 def lines(section: Any, indent: str = "", first_kind: str = "") -> Iterator[str]:
-    """Yield the lines of a section; if it comes in kinds, the first one is the default."""
+    """Yield the lines of a section; `first_kind` is the default of its `kind`, if it has one."""
     hints = get_type_hints(type(section), include_extras=True)
     for field in fields(section):
         value = getattr(section, field.name)

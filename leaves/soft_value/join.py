@@ -86,7 +86,7 @@ def estimate_table(
 ) -> SoftValues:
     """Estimate V* of all prompts by the initial policy, which the engine holds.
 
-    Rewards are appended to soft_values.jsonl, so that an interrupted run goes on with the missing ones. After
+    Rewards are appended to soft_values.jsonl, so that an interrupted run samples only missing prompts. After
     the first step all were `sampled`, and are only read. Raises ConfigError if some are missing then.
     """
     path = folder / runfolder.SOFT_VALUES
