@@ -14,8 +14,8 @@ A hook is a function of the config and a thing, which it returns, changed:
     weights     policy.Weights, by which models come by their weights
     engine      the rollout engine and the tokenizer, in training and in evaluation
     parts       train.Parts, before a checkpoint is loaded
-    head        a dict that identifies an evaluation's result
     begin       the same, before the first step: the engine has the policy
+    head        a dict that identifies an evaluation's result
     decide      infra.choices.Choice, before models are loaded
     before_run  infra.checks.Ready, before the first step of a fresh run
     watch       infra.runfolder.RunLog, on the rank that writes the run folder
