@@ -55,8 +55,6 @@ YAML = ["base: .", "steps: &a [*a]", "steps: !!python/object/apply:os.system ['t
         "--- ", "steps: &a [" + "[1]," * 9 + "]\nseed: [" + "*a," * 9 + "]", "steps: 2001-01-01", "a: " + "[" * 5000]
 
 
-# ---- mutations
-
 def places(tree: Any) -> list[tuple[Any, Any]]:
     """All (container, key) of a tree of lists and dicts."""
     keys = tree.keys() if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else []
@@ -161,8 +159,6 @@ def mutate_folder(folder: Path, rng: random.Random) -> None:
             rng.choice([path.mkdir, lambda: path.symlink_to(rng.choice([path.name, "nowhere", "/"]))])()
 
 
-# ---- targets
-
 def run(program: Callable[[], int], *arguments: object) -> int:
     sys.argv = ["program", *map(str, arguments)]
     return program()
@@ -242,8 +238,6 @@ def prepare(folder: Path) -> None:
     (whole / "checkpoints" / "latest").write_text("step_000002")
     (whole / "state.json").write_text('{"state": "stopped"}\n')
 
-
-# ---- mutants
 
 def forked(work: Callable[[], int], said: Path) -> tuple[int, str, int]:
     """Do work in a fork, within limits; returns its status, negative for a signal, what it said, and the bytes of

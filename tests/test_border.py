@@ -51,8 +51,6 @@ def ours(folder: Path, messages: list[dict], **data) -> list[int]:
     return list(read.encode([read.render(messages, None)])[0])
 
 
-# ---- tokenizer.json
-
 def begins_and_ends(begin: str | None, end: str | None) -> dict:
     ids = {"<|endoftext|>": 0, "<|im_end|>": 2}
     around = [[{"SpecialToken": {"id": text, "type_id": 0}}] if text else [] for text in (begin, end)]
@@ -111,8 +109,6 @@ def test_added_tokens_of_another_type_are_an_error_of_that_file(listed, tmp_path
         tokenizer(folder)
 
 
-# ---- chat templates
-
 TEMPLATES = {
     "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>\n"
                   "{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}",
@@ -166,8 +162,6 @@ def test_a_date_is_there_if_it_is_set(tmp_path):
         tokenizer(folder, date="soon")
 
 
-# ---- what rewards read
-
 def formats(read: Tokenizer, text: str) -> float:
     ids = read.encode([text])[0]
     group = Group(Prompt("a", (1,), ""), (Sample(ids, [0.0] * len(ids), True),) * 2)
@@ -204,8 +198,6 @@ def test_marks_that_are_special_tokens_reach_the_rewards_and_ends_do_not(tmp_pat
     assert read.decode(ids) == "2 + 2\n\n4" and read.read(ids) == text
     assert formats(read, f"{text}<|im_end|>") == 1
 
-
-# ---- weights
 
 def changed(folder: Path, **tensors: torch.Tensor | None) -> Path:
     path = folder / "model.safetensors"
@@ -272,8 +264,6 @@ def test_an_index_names_the_one_set_of_weights_beside_which_mistrals_second_copy
         load(folder)
 
 
-# ---- exports
-
 PROMPTED = {
     "plain": {"prompt": "Question: {question} {{x}} 😀\nAnswer:"},
     "plain, with a BOS": {"prompt": "<|endoftext|>Q: {question}\nA:"},
@@ -315,8 +305,6 @@ def test_the_ends_of_training_are_those_of_the_export_and_of_a_checkpoints(tmp_p
         assert json.loads((exported / "generation_config.json").read_text())["eos_token_id"] == [0, 2]
         assert tokenizer(exported).eos_ids == {0, 2} and "Add." in tokenizer(exported).render("1?", None)
 
-
-# ---- data
 
 def problems_of(folder: Path, *rows: dict) -> list[Problem]:
     (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

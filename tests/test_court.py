@@ -16,19 +16,7 @@ import pytest
 import torch
 import try_method
 from conftest import ROOT, toy_config
-from court import (
-    abort,
-    abort_controls,
-    allocation,
-    ctpo,
-    forks,
-    otb,
-    otb_released,
-    pass_rates,
-    sapo,
-    signs,
-    survivors,
-)
+from court import abort, abort_controls, allocation, ctpo, forks, otb, otb_released, pass_rates, sapo, signs, survivors
 from kept_runs import append, is_kept
 from test_compare import make
 from torch import Tensor
@@ -69,8 +57,6 @@ def plugged(monkeypatch):
     loader.hints.cache_clear()
 
 
-# ---- a policy that can be enumerated
-
 LOGITS = torch.tensor([0.3, -0.2, 0.5, 0.1, -0.4, 0.7, 0.2], dtype=torch.float64)
 # A completion is token 0, which ends it, or token 1 or 2 and then one of two more; its reward.
 ANSWERS = {(0,): 1.0, (1, 0): 0.0, (1, 1): 1.0, (2, 0): 0.0, (2, 1): 1.0}
@@ -109,8 +95,6 @@ def pulls(groups: list[Group], draws: list[PromptDraw], rewards: Rewards, adv_NG
     weight_NG = token_weight(lengths(groups, adv_NG.shape[1]), batch.pruned, "sum", denominator, 2, batch.offered)
     return weight_NG * adv_NG.masked_fill(~batch.pruned.keep_NG, 0.0)
 
-
-# ---- aborts
 
 PROMPT = Prompt("q", (5, 6), "1")
 RULE = abort.Abort(mark=1, bias=0.2, spread=0.5, confidence=0.8, floor=0.2)
@@ -173,8 +157,6 @@ def test_a_probability_reads_the_prompt_and_the_tokens_before_the_mark_and_the_b
         assert abort_controls.balanced([*logp], 0.5) == kept
 
 
-# ---- allocation
-
 def test_ragged_groups_have_the_true_gradient_over_all_outcomes(plugged):
     """Two prompts with the same policy, of 2 and 3 copies. Without the weights prompts count by their numbers, so their
     rewards differ."""
@@ -221,8 +203,6 @@ def test_numbers_cost_what_uniform_groups_cost_and_follow_the_rule(rule):
     assert numbers[order[-1]] > numbers[order[0]]
 
 
-# ---- baselines
-
 @pytest.mark.parametrize("own", [False, True])
 def test_otb_has_the_true_gradient_without_the_own_sample_alone(own):
     mean = torch.zeros_like(LOGITS)
@@ -261,8 +241,6 @@ def test_the_factors_of_a_row_turn_leave_one_out_into_the_baseline_of_every_toke
     with pytest.raises(config.ConfigError, match="a row has a part of a group"):
         module.weigh(rows(9), [], [], config.Loss())
 
-
-# ---- trust regions, signs, forks
 
 SIZES = 3, 1, 4  # tokens of three completions
 
@@ -322,8 +300,6 @@ def test_signs_take_right_or_wrong_completions_and_forks_the_fifth_with_the_high
     assert marked_C.nonzero()[:, 0].tolist() == [1, 4]
     assert forks.highest(entropy_C[:2], 0.2).tolist() == [0, 1]
 
-
-# ---- through the script
 
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 FEW = ["data.limit=4", "rollout.group_size=4", "rollout.max_new_tokens=24", "data.eval=null"]  # step 2 is epoch 2
@@ -407,8 +383,6 @@ def test_settings_that_do_not_go_with_a_method_are_errors(plugged, command, tmp_
         assert command(train, *words("abort", tmp_path / "run", setting)[1:]) != 0
         assert named in capsys.readouterr().err
 
-
-# ---- claims, and a method of somebody's own
 
 court = try_method.load(ROOT / "experiments" / "court.py")
 

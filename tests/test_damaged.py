@@ -45,8 +45,6 @@ def said_by(function, *given) -> str:
     return said
 
 
-# ---- model folders
-
 def use(folder: Path) -> None:
     """Load a model and its tokenizer as training does, and render a prompt."""
     source = weights.find_model(str(folder))
@@ -164,8 +162,6 @@ def test_a_tokenizer_that_loses_text_is_refused(damage, message, model):
         assert re.search(message, said) and str(model) in said, said
 
 
-# ---- rows, configs, results and cases
-
 # Ten lists, each of nine of the one before it.
 LISTS = ["&a0 [x, x, x, x, x, x, x, x, x]", *(f"&a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10))]
 
@@ -182,8 +178,6 @@ def test_a_config_that_is_hostile_is_named(text, message, tmp_path):
     path.write_bytes(text)
     assert re.search(message, said_by(config.load, path))
 
-
-# ---- logs
 
 def spoil(path: Path, keys: tuple, value: object) -> None:
     """Change a value of the last line of a log, under these keys; None removes it."""
@@ -273,8 +267,6 @@ def test_a_run_whose_folder_is_removed_says_so(tmp_path, capsys):
     assert f"error: No such file or directory: '{tmp_path}/run/metrics.jsonl'" in capsys.readouterr().err
 
 
-# ---- the file system, and terminals
-
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EBUSY, errno.ENOTEMPTY, errno.EXDEV, errno.EROFS])
 def test_any_error_of_the_file_system_is_one_line_with_the_file(number, tmp_path, capsys, monkeypatch):
     def failing(old, new):
@@ -333,8 +325,6 @@ def test_control_characters_of_texts_are_written_out_and_bars_still_move(capsys)
     assert err == "\r\n\x1b[A\n\\x1b[A\\r  5%error: id '\\x1b[2J'\n"
 
 
-# ---- results
-
 @pytest.mark.parametrize(("keys", "value", "message"), [
     (("results", "few", "problems", 0, "responses", 0, "tokens"), None, "KeyError: 'tokens'"),
     (("results", "few", "problems", 0, "responses", 0, "tokens"), "x", "holds a value that no run writes"),
@@ -356,8 +346,6 @@ def test_a_result_that_was_edited_is_named(keys, value, message, tmp_path):
     said = said_by(results.summarise_file, path)
     assert message in said and str(path) in said and "bring it back" in said, said
 
-
-# ---- what is no number
 
 @pytest.mark.parametrize("spoilt", [lambda t: t.masked_fill(t == t.max(), torch.inf),
                                     lambda t: t.mul(100).to(torch.int8)], ids=["inf", "int8"])

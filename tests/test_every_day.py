@@ -45,8 +45,6 @@ def begun(folder: Path, cfg: config.Config, *steps: int) -> Path:
     return folder
 
 
-# ---- the run folder
-
 @pytest.mark.slow
 def test_a_folder_without_a_step_done_is_taken_over_by_the_same_command_and_by_another(
         tmp_path, command, monkeypatch, capsys):
@@ -183,8 +181,6 @@ def test_a_run_whose_steps_are_done_says_so_and_loads_nothing(tmp_path, command,
     assert not runfolder.is_done(config.load(path), "always")
 
 
-# ---- a run goes on with what it began with
-
 @pytest.fixture(scope="module")
 def first_step(tmp_path_factory):
     """A run of one step in a folder of its own, with its model and data."""
@@ -224,8 +220,6 @@ def test_a_run_goes_on_from_copies_and_with_less_to_evaluate_on(first_step, tmp_
     train.train(replace(going(first_step, "steps=2", "eval.limit=3"), out=str(tmp_path / "run")), resume="always")
     assert runfolder.state_of(tmp_path / "run") == {"state": "finished"}
 
-
-# ---- checkpoints and exports
 
 def save_policy(folder: Path, size: float, *settings: str) -> None:
     """Save a policy that was moved by so much, as a run does, and export it."""
@@ -278,8 +272,6 @@ def test_an_export_can_be_read_by_whom_the_umask_lets(tmp_path, tiny):
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "hf").iterdir()}
     assert "model.safetensors" in modes and set(modes.values()) == {0o640}
 
-
-# ---- paths
 
 def test_a_path_may_begin_with_a_tilde(tmp_path, monkeypatch, command, capsys):
     """In settings, in data and in arguments: no shell writes it out behind --set or in a yaml file."""
@@ -364,8 +356,6 @@ def test_a_pattern_of_models_is_evaluated_one_by_one(tmp_path, monkeypatch, comm
     assert command(evaluation, "--model", tmp_path / "x*", *given) == 2
     assert "matches nothing" in capsys.readouterr().err
 
-
-# ---- evaluation sets
 
 @pytest.mark.slow
 def test_a_run_without_a_set_to_evaluate_on(tmp_path, command, capsys):

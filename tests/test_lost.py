@@ -71,8 +71,6 @@ def test_pickled_metadata_is_compared_with_its_digest_before_it_is_read(run, tmp
     assert (tmp_path / "planted").exists()
 
 
-# ---- the pointer
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("named", "begun", "said"), [
     ("step_000001", 5, "names 'step_000001', and the newest that is there is step_000004: step_000004 is taken"),
@@ -110,8 +108,6 @@ def test_what_hides_the_checkpoints_begins_no_run_anew(what, run, tmp_path):
         go_on(run, resume="auto")
     assert steps(run) == [1, 2, 3, 4]
 
-
-# ---- logs
 
 def without(path: Path, gone) -> None:
     path.write_text("".join(line + "\n" for line in path.read_text().splitlines() if not gone(json.loads(line))))
@@ -154,8 +150,6 @@ def test_a_report_names_the_steps_that_a_log_lacks(run, tmp_path, monkeypatch):
     report.write_report([run], tmp_path / "page")
     assert "lacks the steps [1, 2]: its costs are too low" in (tmp_path / "page" / "report.md").read_text()
 
-
-# ---- copies
 
 @pytest.mark.slow
 def test_a_copy_that_does_not_say_which_run_it_is_changes_neither(original, tmp_path, command, capsys):

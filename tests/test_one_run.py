@@ -30,8 +30,6 @@ def write_reward(folder: Path) -> Path:
     return folder / "mine.py"
 
 
-# ---- ranks
-
 FILES_OF = runfolder.files_of
 SPOILT = {"code": (checkpoint, "hash_file", str),
           "helper": (runfolder, "files_of", lambda *given: FILES_OF(*given) | {"deep.py": "WORTH = 1"})}
@@ -56,8 +54,6 @@ def test_what_is_not_the_same_on_all_ranks_is_named_by_each_before_the_first_ste
     on_ranks(2, tmp_path, differ_on_ranks, tmp_path)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
-
-# ---- a resume
 
 def test_a_config_that_was_edited_in_the_run_folder_is_compared_with_the_checkpoint(run):
     path = run / "config.yaml"

@@ -31,8 +31,6 @@ SHOTS = [{"role": "system", "content": "Be short."}, {"role": "user", "content":
          {"role": "assistant", "content": "2"}, {"role": "user", "content": "2 + 3?"}]
 
 
-# ---- data
-
 def test_other_columns_and_what_lies_inside_one(tmp_path, capsys):
     """verl's sets have the answer inside a column. What a file has under our own names needs no other."""
     row = {"prompt": "q", "reward_model": {"ground_truth": 7}, "extra": [1], "uid": 3, "a.b": "hard"}
@@ -159,8 +157,6 @@ def test_messages_that_are_evaluated_on_are_not_trained_on_and_are_told_apart(ca
     assert len({results.identify_set(s)["data"] for s in sets}) == 3
 
 
-# ---- models
-
 QWEN3 = """{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
@@ -265,8 +261,6 @@ def test_settings_of_own_data_and_models_that_cannot_be(overrides, message):
         config.load("tppo_toy.yaml", ['rollout.stop=["x"]'])
 
 
-# ---- stop texts
-
 def stopping(folder: Path, *texts: str, slots: int = 3, dtype: torch.dtype = torch.float64) -> TorchEngine:
     tokenizer = data.Tokenizer(folder, stop=texts)
     return TorchEngine(load(folder, dtype), spec(folder, slots, dtype, tokenizer.eos_ids, stops=tokenizer.stops))
@@ -301,8 +295,6 @@ def test_a_stop_text_that_is_a_special_token_is_one_more_eos(tiny):
     assert tokenizer.stops == data.Tokenizer(tiny, stop=["Q:", "a"]).stops  # by which eval.py keeps its engine
     assert tokenizer.stops.texts == ("Q:", "a") and data.Tokenizer(tiny, stop=["<|im_start|>"]).stops is None
 
-
-# ---- whole runs
 
 REWARD = """def reward(text, gold, tokens):
     assert gold == ""

@@ -24,8 +24,6 @@ TEMPLATE = ("{% for message in messages %}{{'<|im_start|>' + message['role'] + '
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-# ---- the conversion, of a GGUF file of our own
-
 def llama_cpp_order(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """What llama.cpp's converter does to q and k: rows 0, E/2, 1, E/2 + 1, ... of each head."""
     width = len(weight) // heads
@@ -92,8 +90,6 @@ def test_a_converted_folder_holds_the_weights_the_shape_and_the_tokenizer_of_the
     assert (ids[0], ids[-1], len(ids)) == (1, 2, 6)
 
 
-# ---- the problems
-
 GAINED = re.compile(r"buys|gives [A-Z]\w+ \d|finds")
 LOST = re.compile(r"gives \d|loses|sells")
 
@@ -145,8 +141,6 @@ def test_the_examples_before_a_problem_are_right():
         value = (numbers[0] * numbers[1], *numbers[2:]) if "each" in question else numbers
         assert smollm2_reward.reward(solution, total) == 1 and sum(value) == int(total)
 
-
-# ---- the reward, and the experiment
 
 @pytest.mark.parametrize(("text", "gold", "value"), [
     *((text, "12", value) for text, value in [

@@ -34,8 +34,6 @@ def own_signals():
             signal.signal(number, handler)
 
 
-# ---- while it samples
-
 def stopped_in(cfg: config.Config, what: str, nth: int, rank: int) -> tuple[bool, int]:
     """Train until the nth rollout or evaluation, in the midst of which one rank gets SIGTERM; returns whether that was
     the end, and how many tokens the rank sampled after it."""
@@ -139,8 +137,6 @@ def test_what_is_sampled_in_lock_step_comes_to_its_end():
                 engine.generate()
             assert len(done) == count
 
-
-# ---- signals
 
 PAUSING = """
 import os, signal, sys, train

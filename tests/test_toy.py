@@ -96,8 +96,6 @@ def test_the_shipped_models_are_small_and_take_4096_positions(name):
     assert 0.4e6 < parameters < 1.5e6
 
 
-# ---- tasks with an environment
-
 def test_sums_are_written_behind_an_equals_sign():
     assert calculator.reply("Ada starts with 5. 5 + 17 =", {}) == " 22" and calculator.reply("5 - 7 =", {}) == " -2"
     assert secret_sums.reply("5 + 17 =", {}) == " 25"

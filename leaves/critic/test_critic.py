@@ -2,19 +2,10 @@
 
 from dataclasses import replace
 
+import conftest
 import pytest
 import torch
-from conftest import (
-    as_rolled,
-    attend_alone,
-    gradients,
-    load,
-    make_groups,
-    nudge,
-    parts_of,
-    toy_config,
-    write_tiny,
-)
+from conftest import as_rolled, attend_alone, gradients, load, make_groups, nudge, parts_of, toy_config
 from test_objectives import critic_of
 
 import train
@@ -208,7 +199,7 @@ def test_where_nothing_has_ended_there_is_no_step(tiny, tmp_path):
 def test_equal_rewards_leave_no_variance_to_explain(tmp_path):
     """Nor does a model whose head is its own have more to say: the critic leaves that out."""
     rolled = as_rolled(make_groups(LENGTHS, PROMPTS), torch.full((2, 4), 0.3, dtype=torch.float64))
-    folder = write_tiny(tmp_path / "model", tie_word_embeddings=False)
+    folder = conftest.write_tiny(tmp_path / "model", tie_word_embeddings=False)
     assert "critic/explained_variance" not in fit(set_up(folder, tmp_path / "run"), rolled)
 
 

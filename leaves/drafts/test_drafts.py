@@ -117,8 +117,6 @@ def test_a_tree_holds_what_drafts_have_in_common_once():
     assert tree.key == [0, 1, 0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 5]
 
 
-# ---- runs
-
 def run_config(out, *settings: str):
     return toy_config(out, "data.limit=6", "data.eval=null", "rollout.group_size=4", "steps=3", "optim.lr=1e-3",
                       "rollout.max_new_tokens=24", *settings, name="grpo_toy.yaml")

@@ -98,8 +98,6 @@ def one(script: list, reply, limit: int = 100, so_far: Sample | None = None, row
     return sample, engine
 
 
-# ---- turn by turn
-
 def test_replies_follow_turns_as_context_and_own_tokens_are_as_sampled():
     script = ["2 + 3 =", ". 8 + 1 =", [*encode(".\n#### 12"), CLOSING]]
     sample, engine = one(script, functions_of(SUMS)["reply"])
@@ -190,8 +188,6 @@ def test_ranks_that_share_an_engine_sample_equally_many_turns(monkeypatch):
     assert [len(requests) for requests in engine.asked] == [1, 0, 0]
 
 
-# ---- tools
-
 ADD = '''
 def add(a: int, b: int = 1) -> int:
     """Add two numbers."""
@@ -266,8 +262,6 @@ def test_a_template_with_a_place_for_tools_gets_them_and_names_the_format(tmp_pa
     assert json.loads(first) == file.tools[0]
 
 
-# ---- hostile files
-
 HOSTILE = {
     "os._exit": ("import os; os._exit(0)", r"before the run, a call (took|ended|asked)"),
     "loops": ("while True: pass", r"before the run, a call (took|ended|asked)"),
@@ -326,8 +320,6 @@ def test_a_call_that_is_ended_ends_its_completion_and_is_said_once(tmp_path, cap
     assert reply.content.startswith("\nerror: the call took more than 1 s") and reply.failures == 1
 
 
-# ---- settings
-
 @pytest.mark.parametrize(("settings", "message"), [
     (["environment.turns=3"], "environment.turns=3 must be left out, or 8, unless environment.file"),
     (["environment.file=FILE"], "environment.max_context=None must be at least 192 with environment.file"),
@@ -343,8 +335,6 @@ def test_settings_that_do_not_go_together(settings, message, tmp_path):
                          name="grpo_toy.yaml")
         open_environment(cfg.environment)
 
-
-# ---- whole runs
 
 def with_sums(tmp_path: Path, *settings: str) -> list[str]:
     (tmp_path / "mine.py").write_text(SUMS)

@@ -145,8 +145,6 @@ def test_wrong_settings_are_named(custom, message, tmp_path):
         toy_config(tmp_path / "run", f"reward.custom_file={path}", *f"reward.custom={custom}".split("\n"))
 
 
-# ---- calls that are ended, and a file that changes
-
 def small(tmp_path: Path, path: str, *settings: str) -> config.Config:
     return toy_config(tmp_path / "run", "steps=2", f"reward.custom_file={path}", "reward.accuracy=0", "reward.custom=1",
                       "reward.custom_workers=1", "prune.completions.kind=none", "rollout.group_size=2",
@@ -290,8 +288,6 @@ def test_a_child_of_a_function_does_not_answer_for_it(tmp_path):
     values = [p["custom"] for p in parts(own(path, custom_workers=1), *texts)]
     assert values == [n / 10 for n in range(1, 9)]
 
-
-# ---- hostile files
 
 END = "def reward(text, gold, tokens, row):\n    "
 # body or whole file -> what is said before the run; None: the run ends well

@@ -146,8 +146,6 @@ def choose(browser, select: str, value: str) -> None:
         select.value = arguments[1]; select.dispatchEvent(new Event("change"));""", select, value)
 
 
-# ---- a finished run
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_section_can_be_read(browser, finished, width, scheme):
@@ -260,8 +258,6 @@ def test_a_run_without_gold_answers_is_shown_by_its_rewards_and_replies_are_shad
     assert sides == ["before: reward 0.25", "after: reward 0.75"]
 
 
-# ---- a run under way
-
 def test_an_open_page_follows_the_run_and_keeps_its_place(browser, tmp_path, request):
     """Opened at step 3 or soon after it, the page shows step 8 later, where the reader was and with his slider."""
     out, page = tmp_path / "run", tmp_path / "page" / "report.html"
@@ -306,8 +302,6 @@ def where(browser) -> list[float]:
     return browser.execute_script("""return [...document.querySelectorAll("#groups h3, #groups tbody tr")].map(
         (one) => one.getBoundingClientRect().top)""")
 
-
-# ---- hostile texts
 
 EVIL = ("<script>window.ran = 1</script>", "</script><img src=x onerror=\"window.ran = 2\">", "<!-- <script>",
         "a | b || c", "{{ 7 * 7 }}", "]]> & &amp; \" ' ` ${window.ran = 3}", "\u2028\u202e\ud800",

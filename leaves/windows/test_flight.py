@@ -30,8 +30,6 @@ def in_flight(out, *settings: str) -> config.Config:
     return toy_config(out, *FLIGHT, *settings, name="flight_toy.yaml")
 
 
-# ---- by hand
-
 class Scripted:
     """An engine whose completions have given lengths, by the first token of their prompt."""
 
@@ -107,8 +105,6 @@ def test_a_step_trains_on_more_than_n_if_so_many_are_due():
     ages = [[age for _, age, _ in one_step(pool, cfg)[1]] for _ in range(2)]
     assert max(max(of_step) for of_step in ages) <= 2
 
-
-# ---- runs
 
 @pytest.fixture
 def watched(monkeypatch):
@@ -291,8 +287,6 @@ def test_one_in_flight_is_a_run_without_the_setting(tmp_path):
     cfg = toy_config(tmp_path / "run", "data.eval=null", "windows.in_flight=1", name="grpo_toy.yaml")
     assert parts(cfg, "a run") == "a run"
 
-
-# ---- groups that wait
 
 @pytest.mark.slow
 def test_informative_groups_that_are_left_over_are_trained_on_in_the_next_step(watched, tmp_path):

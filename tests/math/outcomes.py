@@ -12,21 +12,11 @@ import torch
 from conftest import as_batch, gradients, make_groups, nudge, parts_of, toy_config
 from torch import Tensor
 
+import prune
 import update
 from advantage import group_norm
 from collect import Selection, choose
 from metrics import PassSums
-from prune import (
-    COMPLETIONS,
-    Candidates,
-    below_mean,
-    gradient_size,
-    inclusion,
-    keep_all,
-    similar_order,
-    systematic,
-    thin,
-)
 from records import Batch, PromptDraw, Pruned, Rolled
 
 LENGTHS = [[3, 9, 5, 2], [4, 1, 7, 8]]
@@ -93,23 +83,23 @@ def combs(prob_K: Tensor, order_K: Tensor) -> Iterator[tuple[float, Tensor]]:
     ends = prob_K[order_K][prob_K[order_K] < 1].cumsum(0)
     draws = sorted({0.0, 1.0, *(ends % 1).tolist()})
     for a, b in itertools.pairwise(draws):
-        yield b - a, systematic(prob_K, order_K, (a + b) / 2)
+        yield b - a, prune.systematic(prob_K, order_K, (a + b) / 2)
 
 
-def outcomes(candidates: Candidates, settings: Any, order: int | None = None) -> Outcomes:
+def outcomes(candidates: prune.Candidates, settings: Any, order: int | None = None) -> Outcomes:
     """Every outcome of the unbiased pruner of these settings; `order` seeds another order than that of `pps`."""
     if settings.kind == "bernoulli":
-        prob_NG = below_mean(candidates.adv_NG, settings.drop_prob)
-        yield from ((chance, thin(prob_NG, keep_NG)) for chance, keep_NG in masks(prob_NG))
+        prob_NG = prune.below_mean(candidates.adv_NG, settings.drop_prob)
+        yield from ((chance, prune.thin(prob_NG, keep_NG)) for chance, keep_NG in masks(prob_NG))
         return
     if settings.kind == "none":
-        yield 1.0, keep_all(candidates.adv_NG)
+        yield 1.0, prune.keep_all(candidates.adv_NG)
         return
-    size_NG = gradient_size(candidates, settings.size, settings.by_cost)
+    size_NG = prune.gradient_size(candidates, settings.size, settings.by_cost)
     rows = size_NG if settings.scope == "group" else size_NG.flatten()[None]
     count = settings.keep * len(size_NG) // len(rows)
-    prob = torch.stack([inclusion(row, count) for row in rows])
-    order_NG = similar_order(candidates)
+    prob = torch.stack([prune.inclusion(row, count) for row in rows])
+    order_NG = prune.similar_order(candidates)
     if order is not None:
         order_NG = order_NG[torch.randperm(len(order_NG), generator=torch.Generator().manual_seed(order))]
         order_NG = order_NG[(order_NG // prob.shape[1]).argsort(stable=True)]
@@ -118,7 +108,7 @@ def outcomes(candidates: Candidates, settings: Any, order: int | None = None) ->
         keep, chance = torch.stack([keep_K for _, keep_K in drawn]), math.prod(chance for chance, _ in drawn)
         assert (keep.sum(dim=1) == count).all() or chance < 1e-12
         if chance > 1e-14:
-            yield chance, thin(prob.view_as(size_NG), keep.view_as(size_NG))
+            yield chance, prune.thin(prob.view_as(size_NG), keep.view_as(size_NG))
 
 
 def by_both(step: Step, prob_N: list[float], compare: Callable, monkeypatch) -> Iterator[tuple[float, Batch]]:
@@ -136,13 +126,14 @@ def by_both(step: Step, prob_N: list[float], compare: Callable, monkeypatch) -> 
         rolled = Rolled() + Rolled(draws, list(itertools.compress(step.groups, bits)), rewards, adv_NG)
         offers = []
         with monkeypatch.context() as patch:
-            patch.setitem(COMPLETIONS, kind, lambda given, _, seen=offers: seen.append(given) or keep_all(given.adv_NG))
+            patch.setitem(prune.COMPLETIONS, kind,
+                          lambda given, _, seen=offers: seen.append(given) or prune.keep_all(given.adv_NG))
             nothing = choose(rolled, selection, seed=0)
         if not any(bits):
             yield chance, nothing
             continue
         for part, pruned in outcomes(offers[0], step.cfg.prune.completions):
-            monkeypatch.setitem(COMPLETIONS, kind, lambda candidates, _, pruned=pruned: pruned)
+            monkeypatch.setitem(prune.COMPLETIONS, kind, lambda candidates, _, pruned=pruned: pruned)
             yield chance * part, choose(rolled, selection, seed=0)
 
 

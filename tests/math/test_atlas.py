@@ -29,8 +29,6 @@ ROWS = {(row.problem, row.chosen): row for rows in TABLES.values() for row in ro
 CHANCE = ("bernoulli", "pps")  # kinds that draw
 
 
-# ---- the page
-
 @pytest.mark.house
 def test_the_page_has_the_numbers_of_the_program():
     text = (ROOT / "docs" / "atlas.md").read_text()
@@ -63,8 +61,6 @@ def test_the_exact_combinations_are_those_that_meet_the_conditions():
     assert exact == [row for row in combined if meets_the_conditions(**row)]
 
 
-# ---- what holds for all
-
 def test_the_target_is_the_gradient_of_the_mean_reward():
     theta, problem = THETA.clone().requires_grad_(), problem_of("main")
     logp_QKL, _ = enumeration.policy(TREES["unequal"], theta + OWN)
@@ -88,8 +84,6 @@ def test_on_policy_every_trust_region_is_1(name):
     pull_QK3P = estimators.pulls(problem, name, "on-policy")
     torch.testing.assert_close(pull_QK3P, problem.full_QKP[:, :, None].expand_as(pull_QK3P), rtol=0, atol=1e-14)
 
-
-# ---- Monte Carlo
 
 def sample_ids(problem: Problem, behind: str, prompt_SN: Tensor, size: int, generator: torch.Generator) -> Tensor:
     """Choose a token at every prefix by its logit; the completion is the one that these choices lead to."""

@@ -13,18 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import (
-    TOY,
-    as_batch,
-    gradients,
-    load,
-    logp_alone,
-    nudge,
-    others_slow,
-    parts_of,
-    toy_config,
-    weights,
-)
+from conftest import TOY, as_batch, gradients, load, logp_alone, nudge, others_slow, parts_of, toy_config, weights
 from test_objectives import OBJECTIVES as TEXTBOOK
 from test_objectives import gradient_of, learner_on, windowed
 

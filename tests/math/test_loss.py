@@ -6,19 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import loss
 from config import Loss
-from loss import (
-    binary_kl,
-    clamp,
-    clip,
-    clip_sequence,
-    engine_weight,
-    k3,
-    likelihood_weight,
-    row_loss,
-    token_weight,
-    total_variation,
-)
+from loss import binary_kl, clamp, clip, clip_sequence, k3, likelihood_weight, token_weight, total_variation
 from prune import keep_all, keep_largest
 from records import LogProbs, PreparedRow, Pruned
 from settings.kinds import BinaryKl, Clamp, Clip, ClipSequence, TotalVariation
@@ -90,8 +80,8 @@ def test_the_corrected_kl_has_the_gradient_of_the_kl_over_samples_of_any_policy(
             """The KL's term of a row in which every token stands once, weighted by p_old."""
             none_C, weight_C = torch.zeros(50, dtype=torch.float64), old_V.exp()
             row = SimpleNamespace(weight_C=weight_C, likelihood_C=None, bonus_C=None, segment_C=torch.arange(50))
-            loss = Loss(kl=1.0, kl_corrected=corrected)
-            return row_loss(logp_C, PreparedRow(row, none_C, ref_V, old_V), none_C, loss).loss
+            settings = Loss(kl=1.0, kl_corrected=corrected)
+            return loss.row_loss(logp_C, PreparedRow(row, none_C, ref_V, old_V), none_C, settings).loss
 
         ours, = torch.autograd.grad(kl(logp_V, True), logits_V, retain_graph=True)
         torch.testing.assert_close(ours, expected)
@@ -113,7 +103,7 @@ def test_the_engines_weight_by_hand():
             (None, 1.1, [1, 1, 0, 0, 0, 0]),         # geometric means 1, 1.2 and 0.7
             (None, 1.3, [1, 1, 1, 1, 1, 0]),
             (1.1, 1.3, [1.1, 0.5, 1.1, 1.1, 1.1, 0])):
-        weight_C = engine_weight(old_C, engine_C, segment_C, cap, mask_ratio)
+        weight_C = loss.engine_weight(old_C, engine_C, segment_C, cap, mask_ratio)
         assert weight_C.tolist() == pytest.approx(expected) and not weight_C.requires_grad
 
 

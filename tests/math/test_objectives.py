@@ -9,20 +9,10 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 
+import conftest
 import pytest
 import torch
-from conftest import (
-    as_batch,
-    as_rewards,
-    attend_alone,
-    gradients,
-    load,
-    logp_alone,
-    make_groups,
-    nudge,
-    parts_of,
-    toy_config,
-)
+from conftest import as_batch, as_rewards, attend_alone, gradients, logp_alone, make_groups, nudge, parts_of, toy_config
 from torch import Tensor
 
 import update
@@ -326,7 +316,7 @@ class Case:
         self.learner = parts.learner
         for model, _ in self.learner.roles.values():
             nudge(model, 0.3)
-        self.old, self.now, self.ref = (load(folder, torch.float64) for _ in range(3))
+        self.old, self.now, self.ref = (conftest.load(folder, torch.float64) for _ in range(3))
         nudge(self.old, 0.02)
         groups = self.with_engine(make_groups(lengths, prompts))
         self.groups = windowed(groups) if "windows" in leaves.chosen(cfg) else groups

@@ -6,29 +6,8 @@ import pytest
 import torch
 from conftest import make_groups
 
+import prune
 from loss import token_weight
-from prune import (
-    LEAST_SURPRISE,
-    SIZE_FLOOR,
-    Candidates,
-    Memory,
-    adapt_p,
-    below_mean,
-    bernoulli,
-    bernoulli_prompts,
-    drop_bottom,
-    gradient_size,
-    greso_prob,
-    inclusion,
-    keep_all,
-    keep_largest,
-    next_round_size,
-    pps,
-    similar_order,
-    skip_lowest,
-    surprise,
-    systematic,
-)
 from records import Group, Prompt, Sample
 
 # A group with a rare outcome, a flat group, a group of ties in |A|.
@@ -36,7 +15,7 @@ ADV_NG = torch.tensor([[3.0, -0.5, -0.5, -0.5], [0.0, 0.0, 0.0, 0.0], [1.0, -1.0
 
 
 def kept(adv_NG, keep, scope) -> list[list[int]]:
-    return [row.nonzero()[:, 0].tolist() for row in keep_largest(adv_NG, keep, scope).keep_NG]
+    return [row.nonzero()[:, 0].tolist() for row in prune.keep_largest(adv_NG, keep, scope).keep_NG]
 
 
 def test_per_question_every_group_keeps_k_and_ties_keep_the_earlier():
@@ -52,21 +31,21 @@ def test_over_the_batch_flat_groups_go_first_and_others_keep_more():
 
 
 def test_keeping_all_and_a_rate_of_0_are_no_pruning_bit_for_bit():
-    everything = keep_all(ADV_NG)
-    for pruned in (keep_largest(ADV_NG, 4, "group"), keep_largest(ADV_NG, 4, "batch"), bernoulli(ADV_NG, 0.0, 3),
-                   drop_bottom(ADV_NG, 0.0)):
+    everything = prune.keep_all(ADV_NG)
+    for pruned in (prune.keep_largest(ADV_NG, 4, "group"), prune.keep_largest(ADV_NG, 4, "batch"),
+                   prune.bernoulli(ADV_NG, 0.0, 3), prune.drop_bottom(ADV_NG, 0.0)):
         assert torch.equal(everything.keep_NG, pruned.keep_NG) and torch.equal(everything.weight_NG, pruned.weight_NG)
 
 
 def test_the_paper_divides_by_k_the_release_by_the_tokens_of_the_survivors():
     """Gradients of sum_t w A logp with respect to logp, by hand: (1/N)(1/k)(1/|o|) A, and A over the kept tokens."""
     len_NG = torch.tensor([[4, 2, 8, 6], [1, 2, 3, 4], [5, 10, 20, 40]])
-    paper = keep_largest(ADV_NG, 2, "group")
+    paper = prune.keep_largest(ADV_NG, 2, "group")
     weight_NG = token_weight(len_NG, paper, "sequence", "kept", max_len=40, offered=3)
     expected_NG = torch.tensor([[3 / 4, -0.5 / 2, 0, 0], [0, 0, 0, 0], [1 / 5, -1 / 10, 0, 0]]).double() / 3 / 2
     torch.testing.assert_close(weight_NG * ADV_NG, expected_NG)
 
-    released = keep_largest(ADV_NG, 2, "batch")
+    released = prune.keep_largest(ADV_NG, 2, "batch")
     weight_NG = token_weight(len_NG, released, "token", "kept", max_len=40, offered=3)
     expected_NG = torch.tensor([[3, -0.5, 0, 0], [0, 0, 0, 0], [1, -1, 1, -1]]).double() / (4 + 2 + 5 + 10 + 20 + 40)
     torch.testing.assert_close(weight_NG * ADV_NG, expected_NG)
@@ -75,12 +54,12 @@ def test_the_paper_divides_by_k_the_release_by_the_tokens_of_the_survivors():
 @pytest.mark.parametrize("keep", [0, 5, -1])
 def test_keep_out_of_range_is_an_error(keep):
     with pytest.raises(ValueError, match=r"must be in 1\.\.4 \(rollout.group_size\); to train on all"):
-        keep_largest(ADV_NG, keep, "group")
+        prune.keep_largest(ADV_NG, keep, "group")
 
 
 def test_below_the_mean_by_hand():
     """1 right of 4: the wrong ones are below. All equal, at 2 right of 4 or in a flat group: none is."""
-    prob_NG = below_mean(ADV_NG, 0.7)
+    prob_NG = prune.below_mean(ADV_NG, 0.7)
     torch.testing.assert_close(prob_NG, torch.tensor([[1, 0.3, 0.3, 0.3], [1] * 4, [1] * 4]).double())
 
 
@@ -88,13 +67,13 @@ def test_below_the_mean_by_hand():
 def test_the_bottom_fraction_rounds_down(rate, kept):
     """G = 5, as in the paper. And 0.58 x 50 is 29, though as floats it is a little less."""
     adv_NG = torch.tensor([[5.0, -4, 3, -2, 1]])
-    assert drop_bottom(adv_NG, rate).keep_NG[0].tolist() == [i < kept for i in range(5)]
-    assert drop_bottom(torch.arange(50.0)[None], 0.58).keep_NG.sum() == 21
+    assert prune.drop_bottom(adv_NG, rate).keep_NG[0].tolist() == [i < kept for i in range(5)]
+    assert prune.drop_bottom(torch.arange(50.0)[None], 0.58).keep_NG.sum() == 21
 
 
 def test_inclusion_by_hand():
     def prob(sizes: list[float], count: float) -> list[float]:
-        return pytest.approx(inclusion(torch.tensor(sizes), count).tolist())
+        return pytest.approx(prune.inclusion(torch.tensor(sizes), count).tolist())
 
     assert prob([1, 1, 2], 2) == [0.5, 0.5, 1]
     assert prob([1, 1, 8, 2], 2) == [0.25, 0.25, 1, 0.5]     # 8 would get 4/3: it is certain, the others share one
@@ -116,14 +95,14 @@ def test_inclusion_and_the_comb_at_random():
     for trial in range(100):
         K, count = (int(torch.randint(1, 12, (1,), generator=generator)) for _ in range(2))
         size_K = torch.rand(K, generator=generator).double() ** 4 * (torch.rand(K, generator=generator) > 0.2)
-        prob_K = inclusion(size_K, count)
+        prob_K = prune.inclusion(size_K, count)
         wanted = min(count, int((size_K > 0).sum()))
         assert prob_K.sum().item() == pytest.approx(wanted, abs=1e-12) and prob_K.max() <= 1
         share_K = prob_K / size_K
         below = (prob_K < 1) & (prob_K > 0)
         assert below.sum() == 0 or share_K[below].max() == pytest.approx(share_K[below].min().item())
         for start in torch.rand(5, generator=generator).tolist():
-            keep_K = systematic(prob_K, torch.randperm(K, generator=generator), start)
+            keep_K = prune.systematic(prob_K, torch.randperm(K, generator=generator), start)
             assert keep_K.sum() == wanted and not keep_K[prob_K == 0].any() and keep_K[prob_K == 1].all(), trial
 
 
@@ -131,7 +110,7 @@ def test_if_all_are_kept_their_probabilities_are_exactly_1():
     generator = torch.Generator().manual_seed(0)
     for K in range(2, 40):
         size_K = 0.1 + torch.randint(2, (K,), generator=generator).double() / 3  # many equal ones
-        assert (inclusion(size_K, K) == 1).all()
+        assert (prune.inclusion(size_K, K) == 1).all()
 
 
 def one_group(*completions: tuple[str, list[float]]) -> list[Group]:
@@ -145,19 +124,19 @@ def test_sizes_by_hand():
     groups = one_group(("abcd", [0.5] * 4), ("b" * 16, [0.5] * 16), ("c" * 9, [0.25] * 9))
 
     def size(normalize: str, size: str, by_cost: bool = False, advantage_only: bool = True) -> list[float]:
-        candidates = Candidates(adv_NG, groups, normalize, advantage_only, 0)
-        return pytest.approx(gradient_size(candidates, size, by_cost)[0].tolist())
+        candidates = prune.Candidates(adv_NG, groups, normalize, advantage_only, 0)
+        return pytest.approx(prune.gradient_size(candidates, size, by_cost)[0].tolist())
 
     assert size("sequence", "adv") == [2, 1, 0]
     assert size("sequence", "surprise") == [0.5, 0.125, 0]  # sqrt(4 / 4) x 2 / 4, sqrt(16 / 4) x 1 / 16
     assert all(size(normalize, "surprise") == [2, 2, 0] for normalize in ("token", "constant"))
     assert size("token", "surprise", by_cost=True) == [1, 0.5, 0]
     assert size("sequence", "adv", by_cost=True) == [1, 0.25, 0]
-    weighed = Candidates(adv_NG, groups, "token", True, 0, weight_N1=torch.tensor([[3.0]]))
-    assert gradient_size(weighed, "surprise", False).tolist() == [[6, 6, 0]]
-    assert size("sequence", "adv", advantage_only=False) == [2, 1, SIZE_FLOOR]
-    flat = Candidates(torch.zeros(1, 3), groups, "token", False, 0)
-    assert gradient_size(flat, "surprise", False).tolist() == [[1, 1, 1]]
+    weighed = prune.Candidates(adv_NG, groups, "token", True, 0, weight_N1=torch.tensor([[3.0]]))
+    assert prune.gradient_size(weighed, "surprise", False).tolist() == [[6, 6, 0]]
+    assert size("sequence", "adv", advantage_only=False) == [2, 1, prune.SIZE_FLOOR]
+    flat = prune.Candidates(torch.zeros(1, 3), groups, "token", False, 0)
+    assert prune.gradient_size(flat, "surprise", False).tolist() == [[1, 1, 1]]
 
 
 class Begun(Sample):
@@ -169,25 +148,25 @@ class Begun(Sample):
 def test_surprise_is_of_the_tokens_of_this_step_and_never_0():
     whole = Sample([1, 2, 3], [0.0, log(0.2), log(0.4)], True)
     samples = whole, Begun(whole.ids, whole.logp, True), Sample([1, 2], [0.0, 0.0], True)
-    got = surprise([Group(Prompt("q", (1,), "1"), samples)])
-    assert got.tolist() == [pytest.approx([sqrt(LEAST_SURPRISE ** 2 + 1), 1, sqrt(2) * LEAST_SURPRISE])]
+    got = prune.surprise([Group(Prompt("q", (1,), "1"), samples)])
+    assert got.tolist() == [pytest.approx([sqrt(prune.LEAST_SURPRISE ** 2 + 1), 1, sqrt(2) * prune.LEAST_SURPRISE])]
 
 
 def test_similar_completions_are_neighbours():
     """By group, then wrong before right, then by their tokens."""
     first, = one_group(*((text, [0.5] * len(text)) for text in ("bb", "ab", "ba", "aa", "b")))
     adv_NG = torch.tensor([[1.0, -1.0, 1.0, -1.0, float("nan")], [0.0, 2.0, 1.0, 1.0, -1.0]])
-    order = similar_order(Candidates(adv_NG, [first, first], "token", True, 0)).tolist()
+    order = prune.similar_order(prune.Candidates(adv_NG, [first, first], "token", True, 0)).tolist()
     assert order == [3, 1, 4, 2, 0, 9, 5, 8, 6, 7]
 
 
 def test_pps_keeps_a_fixed_number_and_drops_what_has_no_gradient():
     order = torch.arange(12)
-    group, batch = (pps(ADV_NG.abs(), order, 2, scope, seed=5) for scope in ("group", "batch"))
+    group, batch = (prune.pps(ADV_NG.abs(), order, 2, scope, seed=5) for scope in ("group", "batch"))
     assert group.keep_NG.sum(dim=1).tolist() == [2, 0, 2]
     assert batch.keep_NG.sum() == 6 and batch.keep_NG[1].sum() == 0
     torch.testing.assert_close(batch.size_NG, ADV_NG.abs() * 12 / 8.5)
-    nothing = pps(ADV_NG[1:2].abs(), order[:4], 2, "group", seed=5)
+    nothing = prune.pps(ADV_NG[1:2].abs(), order[:4], 2, "group", seed=5)
     assert not nothing.keep_NG.any() and not nothing.size_NG.any()
 
 
@@ -195,40 +174,41 @@ def test_the_comb_runs_through_the_order_that_it_is_given():
     """Neighbours of probability 1/2 are never kept together, in a group as in a step."""
     order = torch.tensor([0, 3, 1, 2, 4, 6, 5, 7])
     for scope, pairs in (("group", order.view(4, 2)), ("batch", order.view(4, 2))):
-        draws = torch.stack([pps(torch.ones(2, 4), order, 2, scope, seed).keep_NG.flatten() for seed in range(60)])
+        draws = torch.stack([prune.pps(torch.ones(2, 4), order, 2, scope, i).keep_NG.flatten() for i in range(60)])
         assert (draws[:, pairs].sum(dim=2) == 1).all() and not (draws == draws[0]).all()
 
 
-def recall(size, passed=None, easy=None, hard=None, mean=0.5, explore=(0.5, 0.5)) -> Memory:
+def recall(size, passed=None, easy=None, hard=None, mean=0.5, explore=(0.5, 0.5)) -> prune.Memory:
     zero = [0] * len(size)
     columns = [torch.tensor(c, dtype=torch.float64) for c in (size, passed or zero, easy or zero, hard or zero)]
-    return Memory(*columns, mean, explore, [{}] * len(columns[0]))
+    return prune.Memory(*columns, mean, explore, [{}] * len(columns[0]))
 
 
 NAN = float("nan")
 
 
 def test_prompts_below_the_mean_of_those_seen_are_rare_and_new_ones_certain():
-    assert bernoulli_prompts(recall([0.0, 0.49, 0.5, 0.9, NAN]), 0.7).tolist() == pytest.approx([0.3, 0.3, 1, 1, 1])
-    assert bernoulli_prompts(recall([0.0, 0.0], mean=0.0), 0.7).tolist() == [1, 1]   # of equal sizes none is below
-    assert bernoulli_prompts(recall([NAN], mean=NAN), 0.7).tolist() == [1]           # the first step of all
+    for recalled, expected in ((recall([0.0, 0.49, 0.5, 0.9, NAN]), [0.3, 0.3, 1, 1, 1]),
+                               (recall([0.0, 0.0], mean=0.0), [1, 1]),  # of equal sizes none is below
+                               (recall([NAN], mean=NAN), [1])):         # the first step of all
+        assert prune.bernoulli_prompts(recalled, 0.7).tolist() == pytest.approx(expected)
 
 
 def test_the_lowest_share_of_prompts_is_skipped_but_none_forever():
     sizes = [0.5, 0.1, NAN, 0.3, 0.2]
     for drop_prob, expected in ((0.0, [1, 1, 1, 1, 1]), (0.5, [1, 0, 1, 1, 0]), (0.9, [0, 0, 1, 0, 0])):
-        assert skip_lowest(recall(sizes), drop_prob, 2).tolist() == expected
-    assert skip_lowest(recall(sizes, passed=[1, 2, 0, 1, 0]), 0.4, 2).tolist() == [1, 1, 1, 0, 0]
-    assert skip_lowest(recall([NAN, NAN]), 0.5, 2).tolist() == [1, 1]
-    assert skip_lowest(recall([0.2, 0.2, 0.2, 0.2]), 0.5, 2).tolist() == [0, 0, 1, 1]
+        assert prune.skip_lowest(recall(sizes), drop_prob, 2).tolist() == expected
+    assert prune.skip_lowest(recall(sizes, passed=[1, 2, 0, 1, 0]), 0.4, 2).tolist() == [1, 1, 1, 0, 0]
+    assert prune.skip_lowest(recall([NAN, NAN]), 0.5, 2).tolist() == [1, 1]
+    assert prune.skip_lowest(recall([0.2, 0.2, 0.2, 0.2]), 0.5, 2).tolist() == [0, 0, 1, 1]
 
 
 def test_greso_skips_with_one_minus_p_to_the_streak_but_at_most_99_of_100():
     """arXiv:2506.02177: 1 - max(p^z, 0.01) for z = 0..8, with p of their own for easy and hard prompts."""
     streak, none = torch.arange(9), torch.zeros(9, dtype=torch.long)
-    easy = greso_prob(streak, none, (0.5, 0.9))
+    easy = prune.greso_prob(streak, none, (0.5, 0.9))
     assert (1 - easy).tolist() == pytest.approx([0, 0.5, 0.75, 0.875, 0.9375, 0.96875, 0.984375, 0.99, 0.99])
-    hard = greso_prob(none, streak, (0.5, 0.9))
+    hard = prune.greso_prob(none, streak, (0.5, 0.9))
     assert (1 - hard).tolist() == pytest.approx([1 - 0.9 ** z for z in range(9)])
 
 
@@ -236,31 +216,31 @@ def test_greso_explores_less_where_too_many_gave_nothing():
     """Targets 0.25 / 3 for easy ones and 0.5 / 3 for hard ones, steps of 0.01 within [0.05, 0.95]."""
     for easy, hard, expected in ((0.09, 0.17, (0.49, 0.59)), (0.08, 0.16, (0.51, 0.61)), (0.5, 0.0, (0.49, 0.61)),
                                  (0.0, 0.5, (0.51, 0.59))):
-        assert adapt_p((0.5, 0.6), easy, hard, 0.25) == pytest.approx(expected)
-    assert adapt_p((0.05, 0.95), 1.0, 0.0, 0.25) == pytest.approx((0.05, 0.95))
+        assert prune.adapt_p((0.5, 0.6), easy, hard, 0.25) == pytest.approx(expected)
+    assert prune.adapt_p((0.05, 0.95), 1.0, 0.0, 0.25) == pytest.approx((0.05, 0.95))
 
 
 def test_gresos_rounds_as_released():
     """256 wanted, 384 at most, 64 at least: 1.25 x missing / informative share; the last if that is below 384."""
-    assert next_round_size(103, 0.6, 384) == (321, True)    # 1.25 x 103 / 0.4 = 321.9
-    assert next_round_size(200, 0.9, 384) == (384, False)   # 2,500
-    assert next_round_size(10, 0.5, 384) == (64, True)      # 25
-    assert next_round_size(256, 1.0, 384) == (384, False)   # nothing informative: no estimate
-    assert next_round_size(1, 0.5, 1) == (1, False)
+    assert prune.next_round_size(103, 0.6, 384) == (321, True)    # 1.25 x 103 / 0.4 = 321.9
+    assert prune.next_round_size(200, 0.9, 384) == (384, False)   # 2,500
+    assert prune.next_round_size(10, 0.5, 384) == (64, True)      # 25
+    assert prune.next_round_size(256, 1.0, 384) == (384, False)   # nothing informative: no estimate
+    assert prune.next_round_size(1, 0.5, 1) == (1, False)
 
 
 def test_what_has_no_reward_is_no_candidate():
     """Of 4 candidates, keep 2 and drop half; of 1 candidate, keep 2 keeps it; where none is one, nothing is kept."""
     nan = float("nan")
     adv_NG = torch.tensor([[0.1, nan, -3.0, 0.0, nan, 2.0], [nan, nan, 0.0, nan, nan, nan], [nan] * 6])
-    assert keep_largest(adv_NG, 2, "group").keep_NG.nonzero().tolist() == [[0, 2], [0, 5], [1, 2]]
-    assert keep_largest(adv_NG, 2, "batch").keep_NG.nonzero().tolist() == [[0, 0], [0, 2], [0, 3], [0, 5], [1, 2]]
-    assert drop_bottom(adv_NG, 0.5).keep_NG.nonzero().tolist() == [[0, 2], [0, 5], [1, 2]]
-    assert keep_all(adv_NG).weight_NG.tolist() == [[1, 0, 1, 1, 0, 1], [0, 0, 1, 0, 0, 0], [0] * 6]
+    assert prune.keep_largest(adv_NG, 2, "group").keep_NG.nonzero().tolist() == [[0, 2], [0, 5], [1, 2]]
+    assert prune.keep_largest(adv_NG, 2, "batch").keep_NG.nonzero().tolist() == [[0, 0], [0, 2], [0, 3], [0, 5], [1, 2]]
+    assert prune.drop_bottom(adv_NG, 0.5).keep_NG.nonzero().tolist() == [[0, 2], [0, 5], [1, 2]]
+    assert prune.keep_all(adv_NG).weight_NG.tolist() == [[1, 0, 1, 1, 0, 1], [0, 0, 1, 0, 0, 0], [0] * 6]
     mean_apart = torch.tensor([[1.0, nan, nan, 3.0, 2.1]])  # the mean is 2.03, and would be 1.22 of five
-    assert below_mean(mean_apart, 0.5).tolist() == [[0.5, 0, 0, 1, 1]]
-    assert below_mean(torch.tensor([[1.5, nan, nan, 3.0]]), 0.5).tolist() == [[0.5, 0, 0, 1]]
+    assert prune.below_mean(mean_apart, 0.5).tolist() == [[0.5, 0, 0, 1, 1]]
+    assert prune.below_mean(torch.tensor([[1.5, nan, nan, 3.0]]), 0.5).tolist() == [[0.5, 0, 0, 1]]
     for advantage_only in (True, False):
-        candidates = Candidates(adv_NG, make_groups([[1] * 6] * 3, [1] * 3), "sequence", advantage_only, 0)
-        size_NG = gradient_size(candidates, "surprise", False)
+        candidates = prune.Candidates(adv_NG, make_groups([[1] * 6] * 3, [1] * 3), "sequence", advantage_only, 0)
+        size_NG = prune.gradient_size(candidates, "surprise", False)
         assert not size_NG[adv_NG.isnan()].any() and (size_NG[~adv_NG.isnan()] > 0).all() == (not advantage_only)

@@ -69,8 +69,6 @@ def test_a_second_step_on_the_same_draw_is_biased(tiny, tmp_path):
     assert size[0.0] < EXACT and size[0.01] > 0.01
 
 
-# ---- completions without a reward
-
 def padded(x_NG: Tensor) -> Tensor:
     """With two more completions in each group that have none."""
     wide_NG = torch.full((2, 6), torch.nan, dtype=torch.float64)
@@ -188,8 +186,6 @@ def test_prompts_that_are_skipped_need_a_reward_of_every_completion(tiny, tmp_pa
     with pytest.raises(ConfigError, match="prune.prompts.kind=bernoulli needs a reward .* one of q0 has none: "):
         choose(as_rolled(step.groups, padded(REWARD_NG), padded(ADV_NG)), Selection.of(step.cfg), seed=0)
 
-
-# ---- both levels
 
 PROMPTS, COMPLETIONS_TOO = "prune.prompts={kind: bernoulli, drop_prob: 0.6}", "{kind: bernoulli, drop_prob: 0.7}"
 BY_SURPRISE = "{kind: pps, keep: 2, scope: batch, by_cost: true}"

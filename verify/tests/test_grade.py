@@ -115,8 +115,6 @@ def test_math_verifys_own_verdict_and_reading():
     assert verdict(r"\ln 6", r"\ln 2 \cdot 3") == "wrong"
 
 
-# ---- labelled cases
-
 CASE = {"gold": "1", "completion": "1", "correct": True}
 
 
@@ -142,8 +140,6 @@ def test_a_category_called_total_is_one_of_the_categories():
     counts = cases.count_outcomes(labelled, [{"verdict": "right", "answer": "1"}] * 2)
     assert [(name, count.total()) for name, count in counts] == [("total", 1), ("other", 1), ("total", 2)]
 
-
-# ---- programs that call `grade`
 
 def run_program(folder: Path, program: str, **settings: object) -> subprocess.CompletedProcess:
     path = folder / "program.py"
