@@ -37,8 +37,8 @@ test-leaves: .venv/dev ## three leaves at random, and all together, fall off a c
 
 # What CI runs of the slow tests: forks, checkpoints, stops, memory, groups in flight, the court's methods, and two killed
 # runs. The others of the court take four minutes of CPU.
-SLOW := tests/test_recipes.py tests/test_notebook.py tests/test_checkpoint.py tests/test_stop.py tests/test_out_of_memory.py \
-	tests/test_every_day.py tests/test_lost.py tests/test_own_task.py tests/test_toy.py \
+SLOW := tests/test_recipes.py tests/test_examples.py::test_every_cell_runs_and_prunes_as_the_page_says \
+	tests/test_checkpoint.py tests/test_stop.py tests/test_out_of_memory.py tests/test_every_day.py tests/test_lost.py tests/test_own_task.py tests/test_toy.py \
 	tests/test_pyz.py tests/test_fake_gpu.py leaves/windows/test_flight.py leaves/fit/test_memory.py \
 	tests/test_court.py --deselect tests/test_court.py::test_two_ranks_draw_and_decide_as_one \
 	--deselect tests/test_court.py::test_the_method_of_the_page_comes_to_a_verdict_and_a_changed_one_begins_anew

@@ -96,8 +96,8 @@ def unflushed():
 
 @pytest.fixture(scope="module", autouse=True)
 def untried():
-    """What the files of the toy and of `tiny` do is known, so no child process tries them first (test_trial.py): a fork
-    of a process as large as this one takes long."""
+    """What the files of the toy and of `tiny` do is known, so no child process tries them first (test_damaged.py): the
+    fork of a process as large as this one takes long."""
     def known(true, what: object, function, *given, **limits):
         own = str(what).endswith((str(TOY), "/tiny0", "/few.jsonl", "/first.jsonl"))
         return function(*given) if own else true(what, function, *given, **limits)

@@ -1,12 +1,14 @@
-"""The examples: their data are what the script makes, their configs load, and each trains for three steps."""
+"""The examples: their data are what the script makes, each trains for three steps, and the notebook runs as stored."""
 
 import json
 import math
 import re
 import runpy
 
+import nbformat
 import pytest
 from conftest import ROOT, others_slow
+from nbclient import NotebookClient
 
 import config
 import train
@@ -80,3 +82,66 @@ def test_rows_to_evaluate_on_are_tried_before_the_run_too(monkeypatch):
 def test_the_page_has_every_command():
     text = (ROOT / "examples" / "README.md").read_text()
     assert set(re.findall(r"--config examples/(\w+)\.yaml", text)) == set(EXAMPLES)
+
+
+PATH = ROOT / "examples" / "winnow.ipynb"
+
+
+def printed(notebook: nbformat.NotebookNode) -> str:
+    """What its cells wrote to stdout."""
+    return "".join(output["text"] for cell in notebook.cells for output in cell.get("outputs", ())
+                   if output.output_type == "stream" and output.name == "stdout")
+
+
+def pictures(notebook: nbformat.NotebookNode) -> int:
+    return sum("image/png" in output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", ()))
+
+
+def numbers(text: str, label: str) -> list[float]:
+    return [float(number) for number in re.search(rf"^{label} +\[(.*)]$", text, re.MULTILINE)[1].split(",")]
+
+
+def test_the_stored_notebook_has_run_and_names_no_machine():
+    stored = nbformat.read(PATH, 4)
+    assert pictures(stored) == 2 and all(cell.execution_count for cell in stored.cells if cell.cell_type == "code")
+    assert not re.search(r"/(home|root|tmp|work|Users)/", PATH.read_text())
+
+
+@pytest.mark.slow
+def test_every_cell_runs_and_prunes_as_the_page_says():
+    notebook = nbformat.read(PATH, 4)
+    stored = printed(notebook)
+    NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(PATH.parent)}}).execute()
+    text = printed(notebook)
+    assert pictures(notebook) == 2
+
+    advantages = [abs(float(found)) for found in re.findall(r"^reward \d  advantage +(-?[\d.]+)", text, re.MULTILINE)]
+    kept = numbers(text, "CPPO")
+    assert len(advantages) == len(kept) == 8 and sorted(kept) == [0] * 5 + [1] * 3
+    smallest = min(adv for adv, weight in zip(advantages, kept, strict=True) if weight)
+    assert smallest >= max(adv for adv, weight in zip(advantages, kept, strict=True) if not weight)
+    assert set(numbers(text, "unbiased")) <= {0, 1, 3.33}
+    assert all(abs(mean - 1) < 0.2 for mean in numbers(text, "mean weights"))  # 2,000 draws: 6 deviations
+    assert float(re.search(r"gradient norm ([\d.]+)$", text, re.MULTILINE)[1]) > 0
+    before, after = (float(x) for x in re.findall(r"([\d.]+)%", text.splitlines()[-1]))
+    assert after > before + 20
+    for label in ("CPPO", "unbiased", "mean weights"):  # the stored page shows what it is made of
+        assert len(numbers(stored, label)) == 8
+
+
+TOOL, = runpy.run_path(str(ROOT / "examples" / "calculator.py"))["tools"]()
+
+
+@pytest.mark.parametrize(("text", "value"), [
+    ("2 + 3 * 4", "14"), ("(2 + 3) * 4", "20"), ("1,234 / 2", "617"), ("-7 - -2", "-5"), ("2 ** 9", "512"),
+    ("0.1 + 0.2", "0.3"), ("10 / 4", "2.5"), ("1e3 * 3", "3000")])
+def test_arithmetic_is_computed(text, value):
+    assert TOOL(text) == value
+
+
+@pytest.mark.parametrize("text", [
+    "__import__('os')", "x + 1", "2 ** 99", "9 ** 9 ** 9", "1e15 * 1e15", "True + 1", "'a' * 9", "[1]", "1; 2",
+    "1 if 1 else 2", "(9 ** 9) ** 9", "2 ** -1", "abs(1)", "1 < 2", "1 / 0", "9" * 5000, "(" * 5000, ""])
+def test_anything_else_is_an_error_at_once(text):
+    with pytest.raises((ValueError, SyntaxError, ZeroDivisionError, MemoryError, RecursionError)):
+        TOOL(text)

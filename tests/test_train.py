@@ -32,20 +32,12 @@ from update import split_prompts
 SHORT = ["rollout.max_new_tokens=24", "eval.max_new_tokens=8"]
 
 
-def main(monkeypatch, *arguments: str | Path) -> int:
-    """Status of train.py with these arguments, in this process, whose group and signals are not the run's."""
-    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, arguments)])
-    monkeypatch.setattr(dist, "close", lambda: None)
-    monkeypatch.setattr(train, "Stop", lambda: None)
-    return train.main()
-
-
 @pytest.mark.parametrize(("words", "module"), [
     (["--settings"], "leaves.page.show"), (["--config", "cppo_toy.yaml", "--show"], "leaves.page.show"),
     (["--config", "cppo_toy.yaml", "--fit"], "leaves.fit.fit")])
-def test_a_command_of_a_leaf_that_is_gone_is_one_line(words, module, monkeypatch, capsys):
+def test_a_command_of_a_leaf_that_is_gone_is_one_line(words, module, monkeypatch, command, capsys):
     monkeypatch.setitem(sys.modules, module, None)
-    assert main(monkeypatch, *words) == 2
+    assert command(train, *words) == 2
     line, = capsys.readouterr().err.splitlines()
     assert module in line and line.endswith("which this command needs; put that folder back")
 
@@ -290,14 +282,14 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_bad_input_is_one_line_with_the_remedy_and_status_2(case, finished, tmp_path, monkeypatch, capfd):
+def test_bad_input_is_one_line_with_the_remedy_and_status_2(case, finished, tmp_path, command, capfd):
     if case == "no CUDA" and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     overrides, message = BROKEN[case]
     places = {"folder": finished[0], "new": tmp_path / "new", "empty": write_tiny(tmp_path / "tiny0")}
     (places["empty"] / "model.safetensors").unlink()
     sets = [word for override in overrides for word in ("--set", override.format_map(places))]
-    status = main(monkeypatch, "--config", places["folder"] / "test.yaml", *sets)
+    status = command(train, "--config", places["folder"] / "test.yaml", *sets)
     said = capfd.readouterr().err
     assert (status, said.count("\n")) == (2, 1), said
     assert said.startswith("error: ") and message.format_map(places) in said
@@ -327,7 +319,8 @@ def test_resume_refuses_other_settings_and_names_them(tmp_path):
 @pytest.mark.parametrize(("every", "how"), [
     (1, "--resume auto goes on from the newest checkpoint, step_000001"),
     pytest.param(0, "--resume auto begins it again, since no checkpoint is there", marks=pytest.mark.slow)])
-def test_a_gradient_that_is_not_finite_leaves_the_policy_and_the_batch(every, how, tmp_path, monkeypatch, capsys):
+def test_a_gradient_that_is_not_finite_leaves_the_policy_and_the_batch(
+        every, how, tmp_path, monkeypatch, command, capsys):
     """Nothing of the step is applied, and its records lie in the run folder. Status 1 and one line, not a traceback."""
     cfg = toy_config(tmp_path / "run", "steps=2", f"checkpoint.every={every}", "pack.capacity=8192", *SHORT)
     (tmp_path / "test.yaml").write_text(config.dump(cfg))
@@ -338,7 +331,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_policy_and_the_batch(every, ho
         return true(*given) * (float("inf") if len(seen) > 1 else 1.0)
 
     monkeypatch.setitem(loss.TRUST, "clip", spoil)
-    assert main(monkeypatch, "--config", tmp_path / "test.yaml") == 1
+    assert command(train, "--config", tmp_path / "test.yaml") == 1
     batch = torch.load(tmp_path / "run" / "not_finite_step_000002.pt", weights_only=True)
     assert len(batch["groups"]) == 4 and batch["adv_NG"].shape == (4, 8)
     assert runfolder.state_of(tmp_path / "run") == {

@@ -5,15 +5,18 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import conftest
 import peft
 import pytest
 import torch
 import transformers
-from conftest import TOY, Doubled, attend_alone, load, make_groups, nudge, others_slow, toy_config, weights
+from conftest import TOY, attend_alone, gradients, load, make_groups, nudge, toy_config, weights
 from safetensors.torch import load_file, save_file
 from test_families import write_case
+from test_invariance import PAPERS, Gradient, add_papers_gradient, assert_same, gradient, rolled
 from test_objectives import learner_on
 
+import config
 import learner
 import train
 from infra import checkpoint, dist
@@ -53,10 +56,10 @@ def logits_of(model: torch.nn.Module) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("targets", NAMED)
-@pytest.mark.parametrize("kind", others_slow(["qwen2", "qwen3-bias", "llama3", "llama-bias"], "qwen2", "llama-bias"))
+@pytest.mark.parametrize("kind", conftest.others_slow(["qwen2", "qwen3-bias", "llama3", "llama-bias"], "qwen2", "llama-bias"))
 def test_logits_and_gradients_are_pefts_and_both_exports_have_them(kind, targets, tmp_path):
     folder, settings = write_case(tmp_path, kind), Lora(rank=3, alpha=5.0, targets=targets)
-    with Doubled():
+    with conftest.Doubled():
         ours = ours_on(folder, settings)
         assert [name.rpartition(".")[2] for name in lora.find_adapters(ours)] == 4 * NAMED[targets]
         lora.export_adapter(ours, settings, "base", tmp_path / "adapter")
@@ -110,7 +113,7 @@ def gone_on_from(base: Path, adapter: Path, *changes: str):
 
 
 def test_an_adapter_of_pefts_is_gone_on_from_and_the_kl_is_to_the_policy_with_it(tiny, tmp_path):
-    with Doubled():
+    with conftest.Doubled():
         expected_C = log_probs(written_by_peft(tiny, tmp_path / "adapter"))
         made = learner_on(tiny, gone_on_from(tiny, tmp_path / "adapter", "loss.kl=0.1"))
         before_C = log_probs(made.policy)
@@ -278,3 +281,39 @@ def test_an_adapter_with_a_damaged_or_missing_file_is_refused(name, change, mess
         monkeypatch.setattr(lora, "load_weights", None)  # said before the base is read
     with pytest.raises(ConfigError, match=message):
         learner_on(tiny, gone_on_from(tiny, tmp_path / "adapter"))
+
+
+__all__ = ["rolled"]
+
+
+def moved_adapter(cfg: config.Config, plain: Decoder) -> dict[str, lora.Adapted]:
+    """The layers of a LoRA policy that has moved, and in `plain` what an engine would get of it."""
+    policy = learner_on(TOY, cfg).policy
+    nudge(policy, 0.02)
+    tensors = policy.named_hf_tensors()
+    pairs = zip(tensors, plain.state_dict(), strict=True)
+    plain.load_state_dict({name: dist.gather_full(p) for (_, p), name in pairs})
+    return lora.find_adapters(policy)
+
+
+def by_chain_rule(layers: dict[str, lora.Adapted], grad: Gradient) -> Gradient:
+    """The gradient of the factors of W + alpha / rank B A from that of the whole, and none of what is frozen."""
+    of_factors = {name: torch.zeros_like(g) for name, g in grad.items()}
+    for name, layer in layers.items():
+        A, B = dist.gather_full(layer.lora_A.detach()), dist.gather_full(layer.lora_B.detach())
+        of_factors[f"{name}.lora_A"] = 16 * B.T @ grad[f"{name}.weight"]
+        of_factors[f"{name}.lora_B"] = 16 * grad[f"{name}.weight"] @ A.T
+    return of_factors
+
+
+@pytest.mark.slow
+def test_the_gradient_is_that_of_the_papers_objective(tmp_path, rolled):
+    """The KL is to a copy of the initial policy here, and to none in training."""
+    cfg = toy_config(tmp_path / "run", "prune.completions.keep=8", "model.lora.rank=2", *PAPERS)
+    policy = load(TOY, torch.float64)
+    layers = moved_adapter(cfg, policy)
+    add_papers_gradient(policy, *rolled, keep=8)
+    _, ours = gradient(cfg, *rolled)
+    expected = by_chain_rule(layers, gradients(policy))
+    assert expected.keys() == ours.keys()
+    assert_same((0.0, expected), (0.0, ours), rtol=1e-10)

@@ -1,33 +1,46 @@
-"""CPPO as the paper writes it (per question) and as it was released (over the batch), ties and flat groups included."""
+"""What a pruner keeps and a prompt's chance of a rollout, by hand, by brute force over subsets, and as drawn."""
 
-from math import log, sqrt
+import math
+from itertools import combinations, product
+from statistics import pvariance
 
 import pytest
 import torch
-from conftest import make_groups
+from conftest import as_rolled, make_groups, toy_config
 
+import config
 import prune
+from advantage import group_norm
+from collect import Selection, choose
+from config import ConfigError
+from history import PromptHistory
 from loss import token_weight
 from records import Group, Prompt, Sample
+from settings.kinds import ProportionalPrompts
 
+NAN = math.nan
 # A group with a rare outcome, a flat group, a group of ties in |A|.
 ADV_NG = torch.tensor([[3.0, -0.5, -0.5, -0.5], [0.0, 0.0, 0.0, 0.0], [1.0, -1.0, 1.0, -1.0]], dtype=torch.float64)
 
 
-def kept(adv_NG, keep, scope) -> list[list[int]]:
-    return [row.nonzero()[:, 0].tolist() for row in prune.keep_largest(adv_NG, keep, scope).keep_NG]
+def kept(keep_NG: torch.Tensor) -> list[list[int]]:
+    return [row.nonzero()[:, 0].tolist() for row in keep_NG]
+
+
+def largest(keep: int, scope: str) -> list[list[int]]:
+    return kept(prune.keep_largest(ADV_NG, keep, scope).keep_NG)
 
 
 def test_per_question_every_group_keeps_k_and_ties_keep_the_earlier():
-    assert kept(ADV_NG, 1, "group") == [[0], [0], [0]]
-    assert kept(ADV_NG, 2, "group") == [[0, 1], [0, 1], [0, 1]]
-    assert kept(ADV_NG, 3, "group") == [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
+    assert largest(1, "group") == [[0], [0], [0]]
+    assert largest(2, "group") == [[0, 1], [0, 1], [0, 1]]
+    assert largest(3, "group") == [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
 
 
 def test_over_the_batch_flat_groups_go_first_and_others_keep_more():
-    assert kept(ADV_NG, 1, "batch") == [[0], [], [0, 1]]           # 3 of 12: |A| = 3, 1, 1
-    assert kept(ADV_NG, 2, "batch") == [[0, 1], [], [0, 1, 2, 3]]  # 6 of 12: 3, 1 x 4, the first 0.5
-    assert kept(ADV_NG, 3, "batch") == [[0, 1, 2, 3], [0], [0, 1, 2, 3]]
+    assert largest(1, "batch") == [[0], [], [0, 1]]           # 3 of 12: |A| = 3, 1, 1
+    assert largest(2, "batch") == [[0, 1], [], [0, 1, 2, 3]]  # 6 of 12: 3, 1 x 4, the first 0.5
+    assert largest(3, "batch") == [[0, 1, 2, 3], [0], [0, 1, 2, 3]]
 
 
 def test_keeping_all_and_a_rate_of_0_are_no_pruning_bit_for_bit():
@@ -115,7 +128,7 @@ def test_if_all_are_kept_their_probabilities_are_exactly_1():
 
 def one_group(*completions: tuple[str, list[float]]) -> list[Group]:
     """A group of completions, each of tokens as letters, with the engine's probabilities of them."""
-    samples = [Sample([ord(x) for x in text], [log(p) for p in probs], True) for text, probs in completions]
+    samples = [Sample([ord(x) for x in text], [math.log(p) for p in probs], True) for text, probs in completions]
     return [Group(Prompt("q", (1,), "1"), tuple(samples))]
 
 
@@ -128,7 +141,7 @@ def test_sizes_by_hand():
         return pytest.approx(prune.gradient_size(candidates, size, by_cost)[0].tolist())
 
     assert size("sequence", "adv") == [2, 1, 0]
-    assert size("sequence", "surprise") == [0.5, 0.125, 0]  # sqrt(4 / 4) x 2 / 4, sqrt(16 / 4) x 1 / 16
+    assert size("sequence", "surprise") == [0.5, 0.125, 0]  # math.sqrt(4 / 4) x 2 / 4, math.sqrt(16 / 4) x 1 / 16
     assert all(size(normalize, "surprise") == [2, 2, 0] for normalize in ("token", "constant"))
     assert size("token", "surprise", by_cost=True) == [1, 0.5, 0]
     assert size("sequence", "adv", by_cost=True) == [1, 0.25, 0]
@@ -146,10 +159,10 @@ class Begun(Sample):
 
 
 def test_surprise_is_of_the_tokens_of_this_step_and_never_0():
-    whole = Sample([1, 2, 3], [0.0, log(0.2), log(0.4)], True)
+    whole = Sample([1, 2, 3], [0.0, math.log(0.2), math.log(0.4)], True)
     samples = whole, Begun(whole.ids, whole.logp, True), Sample([1, 2], [0.0, 0.0], True)
-    got = prune.surprise([Group(Prompt("q", (1,), "1"), samples)])
-    assert got.tolist() == [pytest.approx([sqrt(prune.LEAST_SURPRISE ** 2 + 1), 1, sqrt(2) * prune.LEAST_SURPRISE])]
+    got, least = prune.surprise([Group(Prompt("q", (1,), "1"), samples)]), prune.LEAST_SURPRISE
+    assert got.tolist() == [pytest.approx([math.sqrt(least ** 2 + 1), 1, math.sqrt(2) * least])]
 
 
 def test_similar_completions_are_neighbours():
@@ -182,9 +195,6 @@ def recall(size, passed=None, easy=None, hard=None, mean=0.5, explore=(0.5, 0.5)
     zero = [0] * len(size)
     columns = [torch.tensor(c, dtype=torch.float64) for c in (size, passed or zero, easy or zero, hard or zero)]
     return prune.Memory(*columns, mean, explore, [{}] * len(columns[0]))
-
-
-NAN = float("nan")
 
 
 def test_prompts_below_the_mean_of_those_seen_are_rare_and_new_ones_certain():
@@ -244,3 +254,131 @@ def test_what_has_no_reward_is_no_candidate():
         candidates = prune.Candidates(adv_NG, make_groups([[1] * 6] * 3, [1] * 3), "sequence", advantage_only, 0)
         size_NG = prune.gradient_size(candidates, "surprise", False)
         assert not size_NG[adv_NG.isnan()].any() and (size_NG[~adv_NG.isnan()] > 0).all() == (not advantage_only)
+
+
+def test_no_subset_of_as_many_has_more_variance():
+    """Graded rewards, 0/1 rewards with their ties, and completions without a reward."""
+    generator = torch.Generator().manual_seed(0)
+    graded_NG = torch.randn(30, 7, dtype=torch.float64, generator=generator)
+    for reward_NG, keep in product((graded_NG, (graded_NG > 0.3).double(), graded_NG.round()), range(1, 8)):
+        with_holes_NG = reward_NG.masked_fill(torch.rand(30, 7, generator=generator) < 0.2, NAN)
+        for reward_G, kept_G in zip(with_holes_NG, prune.max_variance(with_holes_NG, keep), strict=True):
+            scored = reward_G[~reward_G.isnan()].tolist()
+            count = min(keep, len(scored))
+            assert kept_G.sum() == count and not kept_G[reward_G.isnan()].any()
+            best = max(map(pvariance, combinations(scored, count))) if count else 0.0
+            assert not count or pvariance(reward_G[kept_G].tolist()) == pytest.approx(best, abs=1e-12)
+
+
+def test_of_equal_variances_the_first_as_released_and_of_equal_rewards_the_earlier():
+    right_and_wrong = torch.tensor([[0.0, 1, 0, 1, 1, 0], [0, 0, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
+    assert kept(prune.max_variance(right_and_wrong, 4)) == [[1, 2, 3, 5], [0, 1, 2, 3], [0, 1, 2, 3]]
+    assert kept(prune.max_variance(right_and_wrong, 3)) == [[1, 2, 5], [0, 1, 2], [0, 1, 2]]
+
+
+@pytest.mark.parametrize(("compare", "expected"), [
+    ("kept", [[1.5, -0.5, -0.5, -0.5], [0.75 ** 0.5] * 2 + [-(0.75 ** 0.5)] * 2]),
+    ("all", [[7 / 8 / 0.125 ** 0.5] + [-1 / 8 / 0.125 ** 0.5] * 3,
+             [3 / 8 / (15 / 56) ** 0.5] * 2 + [-5 / 8 / (15 / 56) ** 0.5] * 2])])
+def test_advantages_are_among_what_is_kept_or_among_all(compare, expected, tmp_path):
+    """1 and 5 right of 8, of which 4 are kept; the others' advantages stay as they were."""
+    cfg = toy_config(tmp_path / "run", f"prune.completions={{kind: pods, keep: 4, compare: {compare}}}",
+                     "advantage.eps=1e-12", name="grpo_toy.yaml")
+    reward_NG = torch.tensor([[0.0, 0, 1, 0, 0, 0, 0, 0], [1, 1, 0, 1, 1, 0, 1, 0]], dtype=torch.float64)
+    groups, before_NG = make_groups([[2] * 8] * 2, [1, 1]), group_norm(reward_NG, 1, 0.0)
+    batch = choose(as_rolled(groups, reward_NG, before_NG), Selection.of(cfg), seed=0)
+    keep_NG = batch.pruned.keep_NG
+    for adv_G, keep_G, right_first in zip(batch.adv_NG, keep_NG, expected, strict=True):
+        assert sorted(adv_G[keep_G].tolist(), reverse=True) == pytest.approx(right_first)
+    assert torch.equal(batch.adv_NG[~keep_NG], before_NG[~keep_NG])
+    assert torch.equal(batch.pruned.weight_NG, keep_NG.double())
+
+
+def test_the_groups_of_the_largest_variances_by_hand():
+    """Sample variances 1/3, 1/4, 0, 1/4, of a group with a hole 1/3: 7/6 in all. 0.9 of it less 0.01 is 1.04, for which
+    four are needed; half of it less 0.01 is 0.57 and 0.3 of it 0.34, for which two are."""
+    reward_NG = torch.tensor([[0.0, 1, 0, 1], [0, 0, 0, 1], [1, 1, 1, 1], [1, 1, 0, 1], [0, 1, 0, NAN]]).double()
+    marked = {share: kept(prune.most_variance(reward_NG, share, 0.01)) for share in (0.9, 0.7, 0.5, 0.3, 0.1)}
+    whole = [0, 1, 2, 3]
+    assert marked == {0.9: [whole, whole, [], whole, whole], 0.7: [whole, whole, [], [], whole],
+                      0.5: [whole, [], [], [], whole], 0.3: [whole, [], [], [], whole], 0.1: [whole, [], [], [], []]}
+    assert kept(prune.most_variance(reward_NG, 1.0, 0.0)) == marked[0.9]     # a flat group never
+    assert kept(prune.most_variance(reward_NG[2:3], 0.9, 0.0)) == [[]]
+    assert kept(prune.most_variance(reward_NG[[1]], 0.9, 0.3)) == [[]]       # a step of hardly any variance
+    assert not prune.most_variance(torch.full((2, 3), 0.1).double(), 1.0, 0.0).any()  # equal rewards, but for rounding
+
+
+@pytest.mark.parametrize("kind", ["gae", "decoupled", "soft_value"])
+def test_only_advantages_of_a_group_alone_can_be_those_of_a_part_of_it(kind):
+    settings = [f"advantage={{kind: {kind}}}", *(["critic.lr=1e-4"] if kind == "gae" else [])]
+    with pytest.raises(ConfigError, match="advantage.kind=.* must be group_norm, centred or leave_one_out with "
+                                          "prune.completions.compare=kept: only these compare a group with itself"):
+        config.load(["pods_gsm8k.yaml", "toy.yaml"], settings)
+    assert config.load(["pods_gsm8k.yaml", "toy.yaml"], [*settings, "prune.completions.compare=all"])
+
+
+def test_the_size_of_a_prompt_is_2_sqrt_p_1_minus_p(tmp_path):
+    """1, 4, 0 and 2 right of 8, by the population's deviation; a fifth prompt has not come up yet."""
+    reward_NG = torch.tensor([[float(g < right) for g in range(8)] for right in (1, 4, 0, 2)], dtype=torch.float64)
+    groups = make_groups([[2] * 8] * 5, [1] * 5)
+    history = PromptHistory([group.prompt for group in groups], ProportionalPrompts(share=0.5), 0, middle=0.5)
+    history.record(as_rolled(groups[:4], reward_NG, group_norm(reward_NG, 0, 0.0)))
+    size_K = history.remembered([*range(5)]).size_K
+    assert size_K[:4].tolist() == pytest.approx([2 * (p * (1 - p)) ** 0.5 for p in (1 / 8, 1 / 2, 0, 1 / 4)])
+    assert prune.proportional_prob(size_K, 0.5, 0.1).tolist()[4] == 1
+
+
+def test_probabilities_by_hand():
+    """Sizes 1 1 2 0 and 4 of a new one: the mean of the four is 1, so the fourth counts as 0.1, and 2 of them are
+    expected: 2 x 2 / 4.1 is below 1."""
+    assert prune.proportional_prob(torch.tensor([1.0, 1, NAN, 2, 0]).double(), 0.5, 0.1).tolist() == pytest.approx(
+        [2 / 4.1, 2 / 4.1, 1, 4 / 4.1, 0.2 / 4.1])
+    assert prune.proportional_prob(torch.tensor([NAN, NAN]), 0.5, 0.1).tolist() == [1, 1]
+    assert prune.proportional_prob(torch.zeros(4), 0.5, 0.1).tolist() == [0.5] * 4   # nothing tells them apart
+    assert prune.proportional_prob(torch.tensor([3.0]), 0.25, 0.1).tolist() == [0.25]
+    # All sizes below the mean, 11/3, count as it: 9 + 22/3 in all.
+    assert prune.proportional_prob(torch.tensor([9.0, 1, 1]).double(), 0.5, 1.0).tolist() == pytest.approx(
+        [1.5 * 9 / (49 / 3), *[1.5 * (11 / 3) / (49 / 3)] * 2])
+
+
+def test_as_many_are_expected_as_the_share_says_and_no_weight_is_too_large():
+    generator = torch.Generator().manual_seed(0)
+    for trial in range(200):
+        K, share, floor = 1 + trial % 9, 0.1 + 0.9 * (trial % 7) / 7, (0.05, 0.3, 1.0)[trial % 3]
+        size_K = torch.rand(K, generator=generator).double() ** 6 * (torch.rand(K, generator=generator) > 0.4)
+        size_K[torch.rand(K, generator=generator) < 0.2] = NAN
+        prob_K, seen_K = prune.proportional_prob(size_K, share, floor), ~size_K.isnan()
+        assert (prob_K[~seen_K] == 1).all() and (prob_K <= 1).all()
+        assert prob_K[seen_K].sum().item() == pytest.approx(share * int(seen_K.sum()), abs=1e-9)
+        assert (1 / prob_K).max() <= (1 + floor) / (share * floor) * (1 + 1e-9) or not seen_K.any()
+        order_K = size_K[seen_K].argsort()
+        assert (prob_K[seen_K][order_K].diff() >= -1e-12).all()
+
+
+def test_what_the_seed_draws_has_these_probabilities_and_weights():
+    """z-test over 2,000 epochs of the history's own draw, whose probabilities are those of the sizes; half of four."""
+    groups = make_groups([[2, 3]] * 4, [1] * 4)
+    adv_NG = torch.tensor([[0.1, -0.1], [1.0, -1.0], [0.0, 0.0], [0.5, -0.5]], dtype=torch.float64)
+    prompts, value_N = [group.prompt for group in groups], torch.tensor([3.0, -1.0, 2.0, 0.7])
+    history = PromptHistory(prompts, ProportionalPrompts(share=0.5), seed=7, middle=0.0)
+    assert all(draw.kept and draw.prob == 1 for draw in history.draw(4))
+    history.record(as_rolled(groups, adv_NG, adv_NG))
+    prob_K = prune.proportional_prob(adv_NG.abs().mean(dim=1), 0.5, 0.1)
+    places, estimates, counts = {prompt.id: n for n, prompt in enumerate(prompts)}, [], []
+    for _ in range(2000):
+        draws = history.draw(4)
+        assert all(draw.prob == pytest.approx(prob_K[places[draw.prompt.id]].item()) for draw in draws)
+        estimates.append(sum(draw.weight * value_N[places[draw.prompt.id]] for draw in draws))
+        counts.append(sum(draw.kept for draw in draws))
+    estimate = torch.tensor(estimates)
+    assert abs((estimate.mean() - value_N.sum()) / (estimate.std() / 2000 ** 0.5)) < 4
+    assert sum(counts) / 2000 == pytest.approx(2, abs=0.1)
+
+
+@pytest.mark.parametrize(("settings", "why"), [
+    (["loss.normalize=token"], "loss.normalize=token must be sequence, constant or sum with prune.prompts.kind=pps"),
+    (["loss.denominator=kept"], "loss.denominator=kept must be all with prune.prompts.kind=pps"),
+    (["rollout.until=informative"], "rollout.until=informative must be offered or full with prune.prompts.kind=pps")])
+def test_what_would_make_it_biased_is_an_error(settings, why):
+    with pytest.raises(ConfigError, match=why):
+        config.load(["prompt_pps_gsm8k.yaml", "toy.yaml"], ["prune.completions.kind=none", *settings])
