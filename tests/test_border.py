@@ -10,6 +10,7 @@ import torch
 import transformers
 from conftest import TOY, load, toy_config, write_tiny
 from safetensors.torch import load_file, save_file
+from test_data import write
 
 import config
 import learner as programs
@@ -307,8 +308,7 @@ def test_the_ends_of_training_are_those_of_the_export_and_of_a_checkpoints(tmp_p
 
 
 def problems_of(folder: Path, *rows: dict) -> list[Problem]:
-    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_problems(str(folder / "own.jsonl"))
+    return load_problems(str(write(folder / "own.jsonl", *rows)))
 
 
 @pytest.mark.parametrize(("cell", "gold"), [
@@ -349,6 +349,11 @@ def test_sharegpt_and_messages_with_the_reply(tmp_path):
     ({"answer": "word " * 41}, r"own.jsonl:1: the answer is a text of 41 words and marks none of them as its"),
     ({"question": [TURNS[0]]}, r"own.jsonl:1: the last message, or that before the assistant's, must be the user"),
     ({"question": [{"from": "tool", "value": "x"}]}, r"own.jsonl:1: a message must be an object with 'role', one of"),
+    ({"question": [{"role": "bot", "content": "x"}]}, r"a message must be an object with 'role'.*not \{'role': 'bot'"),
+    ({"question": [{"role": "user", "content": [{"type": "text"}]}]}, r"and 'content', a text"),
+    ({"question": ["hello"]}, r"a message must be an object"),
+    ({"question": "[{'role': 'user', 'content': 'x'}]"}, r"looks like a list of messages, but is not valid JSON"),
+    ({"question": []}, r"'question' must be a non-empty text, not \[\]"),
 ])
 def test_a_row_that_nobody_can_read_is_named(row, message, tmp_path):
     with pytest.raises(ConfigError, match=message):

@@ -5,16 +5,17 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import ROOT, as_batch, make_groups, toy_config
-from shortage import LESS, short_of_memory
 from test_objectives import learner_on
-from test_train import SHORT, main, without_times
+from test_train import SHORT, without_times
 
 import config
+import model as decoder
 import train
 import update
 from config import ConfigError
@@ -22,9 +23,39 @@ from infra import checkpoint, dist
 from metrics import Clock
 from prune import keep_all
 
+LESS = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSecond line")
 # So that rows are long: with a likelihood term every completion has a gradient.
 ALL = ["prune.completions={kind: none}", "loss.denominator=all", "loss.likelihood=0.1"]
 LENGTHS = [[30, 9, 25, 12], [14, 21, 7, 28], [26, 6, 32, 13], [9, 22, 14, 35]]
+
+
+@contextmanager
+def short_of_memory(rows: set[int], where: str):
+    """Let memory run out in these passes with gradient, counted from 0, of a row through the first block."""
+    passed, attention = [], decoder.BACKENDS["sdpa"]
+
+    def refuse(*given) -> None:
+        raise LESS
+
+    def backend(segments):
+        attend = attention(segments)
+
+        def attend_or_not(layer, q, k, v, window):
+            out = attend(layer, q, k, v, window)
+            again = torch._C._current_graph_task_id() != -1  # in backward, where blocks are recomputed
+            if layer == 0 and torch.is_grad_enabled() and not again:
+                passed.append(layer)
+                if len(passed) - 1 in rows and where == "forward":
+                    refuse()
+                if len(passed) - 1 in rows:
+                    out.register_hook(refuse)
+            return out
+
+        return attend_or_not
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(decoder.BACKENDS, "sdpa", backend)
+        yield passed
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -53,7 +84,7 @@ def test_so_does_the_critics(where, tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_out_of_memory_ends_with_status_2_and_a_whole_checkpoint(tmp_path, monkeypatch, capsys):
+def test_a_run_out_of_memory_ends_with_status_2_and_a_whole_checkpoint(tmp_path, monkeypatch, command, capsys):
     """Memory runs out in the second step."""
     cfg = toy_config(tmp_path / "run", "steps=3", "checkpoint.every=1", *ALL, "rollout.prompts_per_step=8", *SHORT)
     (tmp_path / "test.yaml").write_text(config.dump(cfg))
@@ -64,7 +95,7 @@ def test_a_run_out_of_memory_ends_with_status_2_and_a_whole_checkpoint(tmp_path,
             return true(learner, batch, step, clock)
 
     monkeypatch.setattr(train, "update", second)
-    assert main(monkeypatch, "--config", tmp_path / "test.yaml") == 2
+    assert command(train, "--config", tmp_path / "test.yaml") == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: out of memory in an update")
     path, saved = checkpoint.find(tmp_path / "run" / "checkpoints")
     assert path.name == "step_000001" and saved["config"]["pack.capacity"] == 1024
@@ -72,10 +103,10 @@ def test_a_run_out_of_memory_ends_with_status_2_and_a_whole_checkpoint(tmp_path,
 
 DRILL = """
 import sys
-sys.path[:0] = ["tests", "."]
+sys.path[:0] = ["tests", "tests/math", "."]
 import torch, train
 from infra import checks, dist
-from shortage import short_of_memory
+from test_out_of_memory import short_of_memory
 true = train.update
 def second(learner, batch, step, clock):
     with short_of_memory({0} if step == 1 and dist.rank() == 1 and "--resume" not in sys.argv else set(), "backward"):
@@ -116,7 +147,7 @@ def test_of_two_ranks_the_one_whose_memory_runs_out_ends_with_status_2_and_says_
     assert ended[0] == ended[1]
 
 
-def test_memory_that_runs_out_while_models_load_is_one_line(tmp_path, monkeypatch, capsys):
+def test_memory_that_runs_out_while_models_load_is_one_line(tmp_path, monkeypatch, command, capsys):
     def refuse(*given):
         raise LESS
 
@@ -124,7 +155,7 @@ def test_memory_that_runs_out_while_models_load_is_one_line(tmp_path, monkeypatc
     cfg = toy_config(tmp_path / "run", *SHORT)
     (tmp_path / "test.yaml").write_text(config.dump(cfg))
     for more in ([], ["--check"]):
-        assert main(monkeypatch, "--config", tmp_path / "test.yaml", *more) == 2
+        assert command(train, "--config", tmp_path / "test.yaml", *more) == 2
         line, = capsys.readouterr().err.splitlines()
         assert line.startswith("error: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.); ")
         assert "model.lora.rank" in line and "optim.offload=true" in line

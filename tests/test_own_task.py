@@ -87,18 +87,6 @@ def test_a_question_may_be_messages_or_messages_as_json(tmp_path):
     assert data.load_problems(str(tmp_path / "few.parquet"))[0].messages == named
 
 
-@pytest.mark.parametrize(("question", "message"), [
-    ([{"role": "bot", "content": "x"}], r"a message must be an object with 'role'.*not \{'role': 'bot'"),
-    ([{"role": "user", "content": [{"type": "text"}]}], r"and 'content', a text"),
-    (["hello"], r"a message must be an object"),
-    ("[{'role': 'user', 'content': 'x'}]", r"looks like a list of messages, but is not valid JSON"),
-    ([], r"'question' must be a non-empty text, not \[\]"),
-])
-def test_messages_that_cannot_be_a_prompt_are_named(question, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        data.load_problems(str(write(tmp_path / "few.jsonl", {"question": question, "answer": "1"})))
-
-
 @pytest.mark.slow
 def test_csv(tmp_path):
     path = tmp_path / "own.csv"

@@ -8,9 +8,9 @@ import huggingface_hub
 import pytest
 import torch
 from conftest import ROOT, SHIPPED, TOY
-from test_train import main
 
 import config
+import train
 from infra.device import Machine, parameters
 from leaves.fit import fit
 
@@ -33,9 +33,9 @@ def figures(text: str) -> dict[str, list[float]]:
     return {name.strip(): [float(x) for x in cells.split()] for name, cells in rows}
 
 
-def test_a_run_that_fits_is_told_part_by_part(folders, monkeypatch, capsys):
+def test_a_run_that_fits_is_told_part_by_part(folders, command, capsys):
     """A card is enough to ask for it."""
-    status = main(monkeypatch, "--config", "cppo_gsm8k.yaml", "--card", "H100", "--gpus", "8",
+    status = command(train, "--config", "cppo_gsm8k.yaml", "--card", "H100", "--gpus", "8",
                   "--set", f"model.path={folders['1.5B']}")
     text = capsys.readouterr().out
     assert status == 0 and "It fits:" in text and "makes it fit" not in text
@@ -56,17 +56,17 @@ def test_a_run_that_fits_is_told_part_by_part(folders, monkeypatch, capsys):
         assert chosen in text.partition("auto takes")[2]
 
 
-def test_one_that_does_not_names_each_single_change_that_makes_it_fit(folders, monkeypatch, capsys):
+def test_one_that_does_not_names_each_single_change_that_makes_it_fit(folders, command, capsys):
     """With what it needs then, and what it costs. Each does as it says."""
     named = ["--config", "grpo_math.yaml", "--fit", "--memory", "79", "--set", f"model.path={folders['7B']}"]
-    assert main(monkeypatch, *named) == 2
+    assert command(train, *named) == 2
     text = capsys.readouterr().out
     assert "It does not fit:" in text and "One of these makes it fit:" in text
     helping = dict(re.findall(r"^  (\S+=\S+|\d+ ranks) +(\d+\.\d) GiB  \S", text, re.MULTILINE))
     assert helping.keys() == {"model.lora.rank=32", "optim.offload=true", "4 ranks"}
     for change, needed in helping.items():
         more = ["--gpus", change.split()[0]] if "ranks" in change else ["--set", change]
-        assert main(monkeypatch, *named, *more) == 0
+        assert command(train, *named, *more) == 0
         assert f"It fits: {needed} of 71.1 GiB" in capsys.readouterr().out
 
 
@@ -75,10 +75,10 @@ def test_one_that_does_not_names_each_single_change_that_makes_it_fit(folders, m
      ["model.checkpoint_blocks=all", "pack.capacity=auto"]),
     ("0.5B", "79", ["rollout.engine=vllm", "rollout.cache_gib=75"], ["rollout.cache_gib=null"]),
     ("7B", "2", [], ["No single change makes it fit"])])
-def test_settings_that_are_too_high_are_named_or_that_nothing_helps(size, memory, settings, said, folders, monkeypatch,
+def test_settings_that_are_too_high_are_named_or_that_nothing_helps(size, memory, settings, said, folders, command,
                                                                     capsys):
     sets = [word for setting in [f"model.path={folders[size]}", *settings] for word in ("--set", setting)]
-    assert main(monkeypatch, "--config", "cppo_gsm8k.yaml", "--fit", "--memory", memory, *sets) == 2
+    assert command(train, "--config", "cppo_gsm8k.yaml", "--fit", "--memory", memory, *sets) == 2
     text = capsys.readouterr().out
     assert all(words in text for words in said)
 
@@ -93,9 +93,9 @@ def no_download(path: str, allow_patterns) -> str:
     (["--config", "cppo_toy.yaml", "--gpus", "8"], "error: --gpus needs --memory or --card: this machine shows no GPU"),
     (["--config", "cppo_toy.yaml", "--card", "H100", "--set", "pack.capacity=10"], "error: pack.capacity=10 must be"),
 ])
-def test_what_cannot_be_told_is_one_line(arguments, message, monkeypatch, capsys):
+def test_what_cannot_be_told_is_one_line(arguments, message, monkeypatch, command, capsys):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", no_download)
-    assert main(monkeypatch, "--fit", *arguments) == 2
+    assert command(train, "--fit", *arguments) == 2
     line, = capsys.readouterr().err.splitlines()
     assert line.startswith(message)
 
@@ -111,13 +111,13 @@ def test_of_a_model_on_the_hub_its_config_is_downloaded_alone(folders, monkeypat
 
 @pytest.mark.parametrize("option", ["--memory 0", "--memory much", "--memory inf", "--card H800", "--gpus 0",
                                     "--gpus 1.5"])
-def test_options_that_make_no_sense_are_refused(option, monkeypatch, capsys):
+def test_options_that_make_no_sense_are_refused(option, command, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(monkeypatch, "--config", "cppo_toy.yaml", "--fit", *option.split())
+        command(train, "--config", "cppo_toy.yaml", "--fit", *option.split())
     assert ended.value.code == 2
 
 
-def test_the_devices_of_this_machine_are_taken_where_none_are_named(monkeypatch, capsys):
+def test_the_devices_of_this_machine_are_taken_where_none_are_named(monkeypatch, command, capsys):
     monkeypatch.setattr(Machine, "here", staticmethod(lambda device: Machine(device, 3 * GIB, 1, "no")))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     asked = ("--config", "cppo_toy.yaml", "--fit", "--set", f"model.path={TOY}")
@@ -125,7 +125,7 @@ def test_the_devices_of_this_machine_are_taken_where_none_are_named(monkeypatch,
                                 ("cuda", 4, "on 4 x NVIDIA H100 80GB HBM3: 3.0 GiB")):
         monkeypatch.setattr(fit, "find_device", lambda wanted, device=device: torch.device(device))
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
-        assert main(monkeypatch, *asked) == 0
+        assert command(train, *asked) == 0
         assert said in capsys.readouterr().out
 
 

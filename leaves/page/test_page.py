@@ -14,6 +14,7 @@ from conftest import ROOT, TOY
 
 import report
 from infra import runfolder
+from infra.lines import rewrite_log
 from leaves.page.test_report import write_run
 
 webdriver = pytest.importorskip("selenium.webdriver")
@@ -237,11 +238,11 @@ def test_a_run_without_gold_answers_is_shown_by_its_rewards_and_replies_are_shad
     completions = [COMPLETION | {"text": text, "reward": reward, "components": {"custom": reward}}
                    for text, reward in {"first": 0.25, "one reply two": 0.75}.items()]
     completions[1]["turns"] = ["one ", "reply", " two"]
-    write_lines(folder / "samples.jsonl", [{"step": 1, "id": "q/1", "prompt": "p", "gold": "",
+    rewrite_log(folder / "samples.jsonl", [{"step": 1, "id": "q/1", "prompt": "p", "gold": "",
                                             "completions": completions}])
     for step, reward in ((0, 0.25), (1, 0.75)):
         answers = [{"k": k, "text": f"{step}", "reward": reward} for k in range(2)]
-        write_lines(folder / f"eval_{step:06d}.jsonl", [{"set": "few", "id": "q/2", "question": "?", "gold": "",
+        rewrite_log(folder / f"eval_{step:06d}.jsonl", [{"set": "few", "id": "q/2", "question": "?", "gold": "",
                                                          "responses": answers}])
     page = report.write_report([folder], tmp_path / "page")
     for scheme in SCHEMES:
@@ -315,13 +316,13 @@ def test_no_text_of_a_model_or_user_runs_or_breaks_the_page(browser, tmp_path):
     other = write_run(tmp_path / "<script>window.ran=6<script>", [0.1, 0.5], "seed=1")
     (folder / "state.json").write_text(json.dumps({"state": "failed", "error": everything}) + "\n")
     completion = COMPLETION | {"text": everything, "reward": 1.0, "components": {"accuracy": 1.0, EVIL[1]: 0.5}}
-    write_lines(folder / "samples.jsonl", [{"step": 1, "id": EVIL[0], "prompt": everything, "gold": EVIL[1],
+    rewrite_log(folder / "samples.jsonl", [{"step": 1, "id": EVIL[0], "prompt": everything, "gold": EVIL[1],
                                             "completions": [completion] * 2}])
     for step, verdict in ((0, "wrong"), (1, "right")):
-        write_lines(folder / f"eval_{step:06d}.jsonl", [{
+        rewrite_log(folder / f"eval_{step:06d}.jsonl", [{
             "set": EVIL[0], "id": EVIL[1], "question": everything, "gold": EVIL[3],
             "responses": [{"k": 0, "text": everything, "verdict": verdict}]}])
-    write_lines(folder / "metrics.jsonl", [*runfolder.read_log(folder / "metrics.jsonl"), {"step": 2, EVIL[0]: 1.0}])
+    rewrite_log(folder / "metrics.jsonl", [*runfolder.read_log(folder / "metrics.jsonl"), {"step": 2, EVIL[0]: 1.0}])
     page = report.write_report([folder, other], tmp_path / EVIL[3])
     show(browser, page)
     assert browser.execute_script("return window.ran") is None
@@ -339,7 +340,3 @@ def test_no_text_of_a_model_or_user_runs_or_breaks_the_page(browser, tmp_path):
     browser.execute_script("""const script = document.createElement("script"); script.text = "window.ran = 7";
         document.body.append(script)""")
     assert browser.execute_script("return window.ran") is None  # the page lets no script run but its own
-
-
-def write_lines(path: Path, lines: list[dict]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
