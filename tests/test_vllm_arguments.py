@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import PUBLISHED, ROOT, TOY, ask, toy_config
+from conftest import PUBLISHED, TOY, ask, toy_config
 from test_device import GIB, gpu
 
 import config
@@ -24,9 +23,6 @@ from infra import dist, results, runfolder
 from policy import Weights
 from records import EngineSpec
 from rollout_vllm import VLLMEngine
-
-sys.path.append(str(ROOT / "bench"))  # behind the root: some of its files have names of ours
-
 
 CUDA = torch.device("cuda", 0)
 

@@ -2,13 +2,12 @@
 with drafts is the run without, and resumes as itself."""
 
 import random
-import sys
 from dataclasses import replace
 from functools import cache, partial
 
 import pytest
 import torch
-from conftest import ROOT, TOY, load, others_slow, toy_config, weights
+from conftest import TOY, load, others_slow, toy_config, weights
 from test_rollout import spec
 
 import config
@@ -184,7 +183,6 @@ def test_a_history_with_drafts_survives_a_checkpoint(tmp_path):
 
 @pytest.mark.slow
 def test_the_experiment_samples_the_same_completions_twice(monkeypatch, capsys):
-    sys.path.append(str(ROOT / "experiments"))
     import speculation
     true_load = config.load
     monkeypatch.setattr(config, "load", lambda name, sets: true_load(

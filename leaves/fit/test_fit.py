@@ -2,21 +2,17 @@
 
 import json
 import re
-import sys
 
 import huggingface_hub
 import pytest
+import shapes
 import torch
-from conftest import ROOT, SHIPPED, TOY
+from conftest import SHIPPED, TOY
 
 import config
 import train
 from infra.device import Machine, parameters
 from leaves.fit import fit
-
-sys.path.append(str(ROOT / "bench"))  # behind the root: some of its files have names of ours
-
-import shapes  # noqa: E402
 
 GIB = 2**30
 

@@ -1,11 +1,11 @@
 """What fits: bytes counted by hand, and what `auto` chooses on machines that are only described here."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import PUBLISHED, ROOT
+import shapes
+from conftest import PUBLISHED
 from test_device import CPU, GIB, gpu, small
 
 import config
@@ -14,10 +14,6 @@ from infra.device import Machine
 from leaves.fit import counts, fit, memory
 from model import BLOCK_CALLS
 from settings.loader import locate
-
-sys.path.append(str(ROOT / "bench"))  # behind the root: some of its files have names of ours
-
-import shapes  # noqa: E402
 
 FREE = {24: fit.CARDS["4090"], 80: fit.CARDS["H100"]}  # GB of a GPU -> GiB that are free on it
 # 64 groups of 16, in which a full row has room for 262,144 tokens and more.
