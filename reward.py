@@ -11,13 +11,13 @@ import math
 import re
 import sys
 import time
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 from config import NEED_ANSWER, Reward
 from infra.terminal import new_parser
 from records import Problem, Prompt, frozen
+from settings import leaves
 from verify.errors import VerifyError
 from verify.extract import NUMBER, last_boxed, last_tag, until_end
 from verify.grade import VERIFY_SECONDS, grade
@@ -108,7 +108,7 @@ REPORTED_RATES = ("unparsed", "timed_out", "disagree")  # rates that every step 
 
 def own_rewards() -> ModuleType:
     """Import what calls the user's own functions, if there is a reward.custom_file."""
-    return import_module("leaves.own_rewards.calls")
+    return leaves.file_of("own_rewards", "calls")
 
 
 def list_components(cfg: Reward, graded: bool = True) -> list[str]:

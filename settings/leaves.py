@@ -48,9 +48,13 @@ LEAVES = {
 }
 
 
+def file_of(leaf: str, name: str) -> ModuleType:
+    """Import a file of a leaf."""
+    return import_module(f"leaves.{leaf}.{name}")
+
+
 def settings_of(leaf: str) -> ModuleType:
-    """Import the settings of a leaf."""
-    return import_module(f"leaves.{leaf}.settings")
+    return file_of(leaf, "settings")
 
 
 def look_up(settings: Any, place: str) -> Any:
@@ -84,5 +88,5 @@ def through(hook: str, cfg: Any, thing: Any) -> Any:
     """Pass a thing through the hooks of this name that the chosen leaves have, in the table's order."""
     for leaf in chosen(cfg):
         if hook in settings_of(leaf).HOOKS:
-            thing = getattr(import_module(f"leaves.{leaf}.join"), hook)(cfg, thing)
+            thing = getattr(file_of(leaf, "join"), hook)(cfg, thing)
     return thing
