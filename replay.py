@@ -161,7 +161,7 @@ def require_same_step(line: dict, rolled: Rolled, batch: Batch, engine: str) -> 
 def gradient(learner: Learner, batch: Batch) -> Tensor:
     """Compute the gradient of a whole batch before the policy has moved, [P]."""
     weighed = minibatch(learner, batch, list(range(batch.offered)))
-    prepared = prepare_rows(learner, learner.rows(weighed), extra_pass=False)
+    prepared = prepare_rows(learner, weighed, learner.rows(weighed), extra_pass=False)
     add_gradients(learner, weighed, prepared, unmoved=True)
     trained = [p for p in learner.policy.parameters() if p.requires_grad]
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]

@@ -43,9 +43,7 @@ def update(learner: Learner, batch: Batch, step: int, clock: Clock) -> Metrics:
         packed = [learner.rows(weighed) for weighed in batches]
     with clock.phase("score"):
         extra = settings.minibatches > 1 and needs_extra_pass(learner.loss)
-        prepared = [prepare_rows(learner, rows, extra) for rows in packed]
-        for change in learner.before_update:
-            prepared = [change(learner, *pair) for pair in zip(batches, prepared, strict=True)]
+        prepared = [prepare_rows(learner, *pair, extra) for pair in zip(batches, packed, strict=True)]
     rate = learning_rate(step - first, learner.optim, learner.steps - first)
     sums, norms, rates = PassSums(learner.pack, learner.policy.quadratic), [], []
     not_finite = partial(NotFinite, step=step + 1, records=batch)
@@ -107,9 +105,10 @@ def minibatch(learner: Learner, batch: Batch, places: list[int]) -> Minibatch:
 
 
 @torch.no_grad()
-def prepare_rows(learner: Learner, rows: list[Row], extra_pass: bool) -> list[PreparedRow]:
+def prepare_rows(learner: Learner, weighed: Minibatch, rows: list[Row], extra_pass: bool,
+                 ) -> list[PreparedRow]:
     """Run a mini-batch's rows through the reference and, in an `extra_pass`, the policy before the update;
-    `loss.weigh` may weigh tokens by its log-probs."""
+    `loss.weigh` may weigh tokens by its log-probs, and a leaf change what it has prepared."""
     prepared, entropy = [], []
     for row in rows:
         ref_logp_C = learner.log_probs(learner.reference, row) if learner.reference else None
@@ -120,6 +119,8 @@ def prepare_rows(learner: Learner, rows: list[Row], extra_pass: bool) -> list[Pr
         factors = weigh(rows, [given.old_logp_C for given in prepared], entropy, learner.loss)
         prepared = [replace(given, factor_C=factor_C)
                     for given, factor_C in zip(prepared, factors, strict=True)]
+    for change in learner.before_update:
+        prepared = change(learner, weighed, prepared)
     return prepared
 
 

@@ -163,8 +163,9 @@ def gradient_of(learner: Learner, groups: list[Group], adv_NG: Tensor, member: t
     only_NG[member] = True
     pruned = Pruned(only_NG, only_NG.to(adv_NG), torch.ones_like(adv_NG))
     single = Batch([], groups, adv_NG, adv_NG > 0, adv_NG, pruned, list(range(N)), N, seed=0)
-    for row in learner.rows(minibatch(learner, single, list(range(N)))):
-        add_gradient(learner, prepare_rows(learner, [row], extra_pass=False)[0], unmoved=True)
+    weighed = minibatch(learner, single, list(range(N)))
+    for prepared in prepare_rows(learner, weighed, learner.rows(weighed), extra_pass=False):
+        add_gradient(learner, prepared, unmoved=True)
     gradient = torch.cat([dist.gather_full(p.grad).flatten() for p in learner.policy.parameters()])
     learner.policy.zero_grad()
     return gradient

@@ -133,8 +133,8 @@ def by_winnow(step: Step, learner: Learner, cfg: Config) -> dict[str, Tensor]:
     put(learner.policy, step.before)
     if learner.reference:
         put(learner.reference, step.reference)
-    rows = learner.rows(update.minibatch(learner, batch, list(range(N))))
-    prepared = update.prepare_rows(learner, rows, extra_pass=True)
+    weighed = update.minibatch(learner, batch, list(range(N)))
+    prepared = update.prepare_rows(learner, weighed, learner.rows(weighed), extra_pass=True)
     put(learner.policy, step.moved)
     for row in prepared:
         update.add_gradient(learner, row, unmoved=False)

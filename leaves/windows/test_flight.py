@@ -231,7 +231,7 @@ def test_the_gradient_of_mixed_ages_is_the_formulas_and_each_token_has_the_log_p
         for name, p in learner.policy.named_parameters():
             p.copy_(dist.sharded_like(watched["policy"][step][name], p))
     weighed = update.minibatch(learner, batch, list(range(batch.offered)))
-    prepared = update.prepare_rows(learner, learner.rows(weighed), extra_pass=False)
+    prepared = update.prepare_rows(learner, weighed, learner.rows(weighed), extra_pass=False)
     update.add_gradients(learner, weighed, prepared, unmoved=True)
     for name, ours in gradients(learner.policy).items():
         allowed = 1e-10 * float(expected[name].abs().max())

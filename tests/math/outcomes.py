@@ -47,9 +47,7 @@ class Step:
         learner, sums = self.learner, PassSums(self.learner.pack)
         learner.policy.zero_grad()
         weighed = update.minibatch(learner, batch, places)
-        prepared = update.prepare_rows(learner, learner.rows(weighed), extra_pass=False)
-        for change in learner.before_update:
-            prepared = change(learner, weighed, prepared)
+        prepared = update.prepare_rows(learner, weighed, learner.rows(weighed), extra_pass=False)
         prepared = [replace(scored, old_logp_C=scored.ref_logp_C) for scored in prepared]
         for passed in update.add_gradients(learner, weighed, prepared, unmoved=False):
             sums.add(*passed, first_pass=True)

@@ -295,9 +295,7 @@ def gradient_of(learner: Learner, batch: Batch, moved: float) -> tuple[dict[str,
     """
     places = list(range(batch.offered))
     weighed = update.minibatch(learner, batch, places)
-    scored = update.prepare_rows(learner, learner.rows(weighed), extra_pass=moved > 0)
-    for change in learner.before_update:
-        scored = change(learner, weighed, scored)
+    scored = update.prepare_rows(learner, weighed, learner.rows(weighed), extra_pass=moved > 0)
     nudge(learner.policy, moved)
     sums = PassSums(learner.pack, learner.policy.quadratic)
     for passed in update.add_gradients(learner, weighed, scored, unmoved=moved == 0):
