@@ -36,11 +36,14 @@ test-leaves: .venv/dev ## three leaves at random, and all together, fall off a c
 	$(VENV)/python tests/fall_off.py --random 3 --tests $(CORE)
 
 # What CI runs of the slow tests: forks, checkpoints, stops, memory, groups in flight, the court's methods, and two killed
-# runs. The others of the court take four minutes of CPU.
+# runs. The deselected ones take two to four minutes of CPU each.
 SLOW := tests/test_recipes.py tests/test_examples.py::test_every_cell_runs_and_prunes_as_the_page_says \
-	tests/test_checkpoint.py tests/test_stop.py tests/test_out_of_memory.py tests/test_every_day.py tests/test_lost.py tests/test_own_task.py tests/test_toy.py \
-	tests/test_pyz.py tests/test_fake_gpu.py leaves/windows/test_flight.py leaves/fit/test_memory.py \
-	tests/test_court.py --deselect tests/test_court.py::test_two_ranks_draw_and_decide_as_one \
+	tests/test_checkpoint.py tests/test_stop.py tests/test_out_of_memory.py tests/test_every_day.py tests/test_lost.py \
+	tests/test_own_task.py tests/test_toy.py tests/test_pyz.py tests/test_fake_gpu.py::test_a_sync_in_the_loss_is_seen \
+	'tests/test_fake_gpu.py::test_an_update_waits_launches_and_computes_no_more_than_it_did[7B]' \
+	leaves/windows/test_flight.py leaves/fit/test_memory.py tests/test_court.py \
+	--deselect tests/test_out_of_memory.py::test_of_two_ranks_the_one_whose_memory_runs_out_ends_with_status_2_and_says_what_to_set \
+	--deselect tests/test_court.py::test_two_ranks_draw_and_decide_as_one \
 	--deselect tests/test_court.py::test_the_method_of_the_page_comes_to_a_verdict_and_a_changed_one_begins_anew
 
 test-slow: .venv/dev ## runs that are stopped, killed or out of memory go on as the same runs; recipes train
