@@ -23,6 +23,7 @@ UNIONS = (Union, types.UnionType)
 NOT_ALLOWED = object()  # stands for a value that a type does not allow
 TYPE_NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text",
               types.NoneType: "null", Any: "anything"}
+MOST = 10_000           # values in a setting that may be anything
 SHORT = reprlib.Repr()  # shortens a value in an error: a few lines of yaml can stand for gigabytes
 SHORT.maxlevel, SHORT.maxstring, SHORT.maxother, SHORT.maxlong = 2, 200, 200, 200
 
@@ -248,7 +249,7 @@ def build(section: Any, raw: Raw, path: str = "") -> Any:
     own = hints(option)
     for key in [key for key in raw if key not in own]:
         if owners := [name for name, other in options.items() if key in hints(other)]:
-            raise ConfigError(f"{path}{key} belongs to {' and '.join(owners)}; this is {kind}: leave "
+            raise ConfigError(f"{path}{key} belongs to {', '.join(owners)}; this is {kind}: leave "
                               f"{path}{key}={SHORT.repr(raw[key])} out, or set {path}kind")
         raise ConfigError(unknown(key, hints(section), path))
     for f in fields(option):
@@ -315,7 +316,19 @@ def fit(value: Any, kind: Any, path: str) -> Any:
         return number if math.isfinite(number) else NOT_ALLOWED
     if kind is int and type(value) is int and abs(value) >= 2**63:
         raise ConfigError(f"{path}={SHORT.repr(value)} must be below 2**63")
+    if kind is Any and not is_small(value):
+        raise ConfigError(f"{path} stands for more than {MOST} values; write fewer, or fewer aliases")
     return value if type(value) is kind or kind is Any else NOT_ALLOWED
+
+
+def is_small(value: Any) -> bool:
+    """Tell whether a value holds at most MOST: a few aliases of yaml can stand for any number."""
+    values = [value]
+    for each in values:  # which grows
+        values += each.values() if isinstance(each, dict) else each if isinstance(each, list) else []
+        if len(values) > MOST:
+            return False
+    return True
 
 
 def describe(kind: Any, value: Any = None) -> str:

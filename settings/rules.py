@@ -5,12 +5,11 @@ error for the first broken rule. A choice is written as in a config, "loss.norma
 the name of a setting that is neither null nor 0, "loss.tis_cap"; " without " and another choice may follow.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import fields
-from functools import reduce
 from itertools import chain
-from operator import or_
 from typing import Any
 
 from settings import leaves
@@ -36,7 +35,7 @@ SKIPPED = ("with loss.denominator=all a mean over all tokens needs the lengths o
 # A choice -> the name of another setting, the values that this may have then, and why.
 REQUIRES = {
     "rollout.engine=vllm": [("model.dtype", "auto, float32 or bfloat16", "vLLM does not compute in float64")],
-    "model.compile=True": [
+    "model.compile=true": [
         ("model.checkpoint_blocks", "auto, none or all", "by itself it recomputes what is cheap")],
     "model.products": [("model.dtype", "auto or float32", "it rounds what is multiplied in float32")],
     "model.products without loss.tis_cap": [
@@ -65,7 +64,7 @@ REQUIRES = {
      "without rollout.until=informative"): [
         ("loss.normalize", "sequence, constant or sum", SKIPPED), ("loss.likelihood", "0.0", SKIPPED),
         ("loss.entropy", "0.0", SKIPPED),
-        ("prune.truncated", "False", "nobody knows how many answers of a skipped prompt would be cut")],
+        ("prune.truncated", "false", "nobody knows how many answers of a skipped prompt would be cut")],
     "loss.trust.kind=none without loss.old_logp=recompute": [
         ("loss.tis_cap", "null", "with loss.old_logp=engine there is no ratio to cap")],
     "loss.mask_ratio": [
@@ -139,29 +138,34 @@ def reward_rules(cfg: Any) -> Iterator[Rule]:
            f"{', '.join(sorted(taken))}: a component or a metric is called so")
 
 
+def spelled(value: Any) -> str:
+    """Write a value as a config does."""
+    return json.dumps(value) if value in (None, True, False) else str(value)
+
+
 def is_chosen(flat: dict[str, Any], choice: str) -> bool:
     """Tell whether a flat config makes a choice."""
     choice, *without = choice.split(" without ")
     key, named, values = choice.partition("=")
     value = flat.get(key)
     if named:
-        value = ("null" if value is None else str(value)) in re.split(", | or ", values)
+        value = spelled(value) in re.split(", | or ", values)
     return bool(value) and not any(is_chosen(flat, other) for other in without)
 
 
 def table_rules(cfg: Any) -> Iterator[Rule]:
     """Yield the rules of the tables ONLY_WITH and REQUIRES, and of those that leaves have."""
     flat = flatten(cfg)
-    only_with = reduce(or_, leaves.stated(cfg, "ONLY_WITH"), ONLY_WITH)
-    requires = reduce(or_, leaves.stated(cfg, "REQUIRES"), REQUIRES)
-    for choice, entries in only_with.items():
+    only_with, requires = ([pair for table in (own, *leaves.stated(cfg, name)) for pair in table.items()]
+                           for name, own in (("ONLY_WITH", ONLY_WITH), ("REQUIRES", REQUIRES)))
+    for choice, entries in only_with:
         for key, _, why in (entry.partition(": ") for entry in entries):
             if key in flat and not is_chosen(flat, choice):
                 section, _, name = key.rpartition(".")
                 default = type(leaves.look_up(cfg, section)).__dataclass_fields__[name].default
-                shown = "null" if default is None else default
-                yield key, flat[key] == default, f"left out, or {shown}, unless {choice}{why and ': ' + why}"
-    for choice, requirements in requires.items():
+                why = why and f": {why}"
+                yield key, flat[key] == default, f"left out, or {spelled(default)}, unless {choice}{why}"
+    for choice, requirements in requires:
         chosen = re.split("[= ]", choice)[0]
         for key, allowed, why in requirements if is_chosen(flat, choice) else ():
             yield key, is_chosen(flat, f"{key}={allowed}"), f"{allowed} with {chosen}={flat[chosen]}: {why}"

@@ -146,11 +146,11 @@ NAMED = {
     ("rollout.group_size=1", "rollout.group_size=1 must be at least 2"),
     ("reward.accuracy=0", "reward.accuracy=0.0 must be other than 0: no other component has"),
     ("loss.trust.dual=1.1", "loss.trust.dual=1.1 must be above 1 + loss.trust.high"),
-    ("loss.kl_corrected=true", "loss.kl_corrected=True must be left out, or False, unless loss.kl: at 0 there"),
+    ("loss.kl_corrected=true", "loss.kl_corrected=True must be left out, or false, unless loss.kl: at 0 there"),
     ("loss.likelihood=0.1 & reward={accuracy: 0, tag_exact: 1}", "must be left out, or 0.0, unless reward.acc"),
     ("loss.likelihood=0.1 & THINNED", "loss.likelihood=0.1 must be 0.0 with prune.prompts.kind=bernoulli:"),
     ("loss.entropy=0.1 & THINNED", "loss.entropy=0.1 must be 0.0 with prune.prompts.kind=bernoulli: with loss.denomin"),
-    ("prune={truncated: true, prompts: {kind: bernoulli, drop_prob: 0.5}}", "=True must be False with prune."),
+    ("prune={truncated: true, prompts: {kind: bernoulli, drop_prob: 0.5}}", "=True must be false with prune."),
     ("RESIDUAL", "loss.trust.kind=clip must be none with advantage.residual=0.001: only then is its gradient"),
     ("RESIDUAL & loss.trust.kind=none", "loss.normalize=sequence must be sum with advantage.residual=0.001"),
     ("reward.overlong=1", "reward.overlong_tokens=None must be set with reward.overlong, and null without"),
@@ -221,7 +221,7 @@ def test_kinds_are_named_and_a_key_of_another_kind_is_said_to_belong_to_it(good,
             said = error_of(good, [f"{path}={{kind: {kind}, {key}: text}}"])
             start, owners, end = re.fullmatch(rf"(.+) belongs to ([\w, ]+); this is {kind}: (.+)", said).groups()
             assert (start, end) == (f"{path}.{key}", f"leave {path}.{key}='text' out, or set {path}.kind")
-            assert owners.split(" and ") == [name for name, other in options.items() if key in settings.hints(other)]
+            assert owners.split(", ") == [name for name, other in options.items() if key in settings.hints(other)]
 
 
 @pytest.mark.parametrize("key", ["steps", "model.path", "rollout.group_size", "rollout", "optim.lr"])
@@ -382,7 +382,7 @@ def test_the_tables_of_rules_name_real_settings_and_their_values():
     from leaves.critic.settings import Critic
     words = {f"{path}.{name}": get_args(kind) for path, options in UNIONS.items() for option in options.values()
              for name, kind in settings.hints(option).items()}
-    words |= {key: get_args(kind) + ("True", "False") * (bool in (kind, *get_args(kind)))
+    words |= {key: get_args(kind) + ("true", "false") * (bool in (kind, *get_args(kind)))
               for key, kind in LEAVES.items()}
     words |= {f"{path}.kind": tuple(options) for path, options in UNIONS.items()}
     words |= {"rollout.group_size": ("1",), "loss.likelihood": ("0.0",), "loss.entropy": ("0.0",)}
@@ -404,6 +404,14 @@ def test_the_tables_of_rules_name_real_settings_and_their_values():
         assert rules.is_chosen(loss, "a without b without c") == chosen
     assert rules.is_chosen({"loss.tis_cap": None}, "loss.tis_cap=null")
     assert not rules.is_chosen({"loss.tis_cap": 2.0}, "loss.tis_cap=null")
+
+
+def test_a_rule_of_a_leaf_stands_beside_the_cores_of_the_same_choice(monkeypatch):
+    table = {"prune.completions.kind=bernoulli or pps": [("seed", "1", "odd")]}
+    monkeypatch.setattr(rules.leaves, "stated", lambda cfg, name: [table] * (name == "REQUIRES"))
+    for sets, why in ([["loss.denominator=kept"], "loss.denominator=kept must be all"], [[], "seed=0 must be 1 with"]):
+        with pytest.raises(ConfigError, match=why):
+            load("dppo_toy.yaml", sets)
 
 
 def test_settings_imports_nothing_of_the_project():

@@ -170,6 +170,8 @@ LISTS = ["&a0 [x, x, x, x, x, x, x, x, x]", *(f"&a{i} [{', '.join([f'*a{i - 1}']
 
 @pytest.mark.parametrize(("text", "message"), [
     (f"base: grpo_toy.yaml\nseed: [{', '.join(LISTS)}]\n".encode(), r"seed=\[.*\.\.\.\] must be a whole number"),
+    (f"base: grpo_toy.yaml\ndata: {{template: {{k: [{', '.join(LISTS)}]}}}}\n".encode(),
+     "data.template.k stands for more than 10000 values; write fewer, or fewer aliases"),
     (b"# \xe9\n", "is not valid yaml: unacceptable character"),
     (b"a: " + b"[" * 3_000, "is not valid yaml: maximum recursion"),
     (b"steps: " + b"1" * 5000, "is not valid yaml: Exceeds the limit"),

@@ -18,6 +18,7 @@ from xml.etree import ElementTree
 import mutants
 import pytest
 from conftest import ROOT, SHIPPED, toy_config
+from test_recipes import RECIPES, can_apply
 from test_repo import FILES, FOLDERS, OTHERS, TEXTS, check_command, leaves, sections, tables
 
 import config
@@ -211,6 +212,10 @@ def test_sentences_have_few_hard_words():
         for pattern, most in HARD_WORDS.items():
             found = re.findall(pattern, text, re.IGNORECASE)
             assert 1000 * len(found) / count <= most, f"{name}: {len(found)} of {pattern} in {count}"
+
+
+def test_the_recipes_apply():
+    assert all(map(can_apply, RECIPES))
 
 
 def test_every_mutant_has_its_line():

@@ -5,7 +5,7 @@
 CHOICES = {"rollout.drafts": bool | None}
 HOOKS = ("parts",)
 REQUIRES = {
-    "rollout.drafts=True": [
+    "rollout.drafts=true": [
         ("rollout.engine", "auto or torch", "vLLM has no pass over several drafts"),
         ("windows.tokens", "null", "drafts are of whole completions"),
         ("windows.max_age", "null", "drafts are of completions by one policy"),

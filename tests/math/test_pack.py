@@ -8,23 +8,12 @@ import torch
 from conftest import TOY, make_groups
 
 import model as decoder
+import pack as packing
 from config import Pack
 from infra import dist
 from loss import RowLoss
 from metrics import PassSums
-from pack import (
-    KeptGroup,
-    Minibatch,
-    Plan,
-    best_fit,
-    build_row,
-    cut_rows,
-    deal_rows,
-    layout,
-    pack,
-    row_cost,
-    within_window,
-)
+from pack import Minibatch, Plan, best_fit, build_row, cut_rows, deal_rows, layout, pack, row_cost, within_window
 from records import Group, PreparedRow, Prompt, Sample
 
 
@@ -200,9 +189,9 @@ def drawn_minibatch(rng: random.Random) -> Minibatch:
     return Minibatch(groups, keep_NG, torch.zeros(N, G), torch.ones(N, G), torch.zeros(N, G))
 
 
-def kept_groups(minibatch: Minibatch) -> list[KeptGroup]:
+def kept_groups(minibatch: Minibatch) -> list[packing.KeptGroup]:
     kept = {n: keep_G.nonzero()[:, 0].tolist() for n, keep_G in enumerate(minibatch.keep_NG) if keep_G.any()}
-    return [KeptGroup(len(minibatch.groups[n].prompt.ids), [(n, g) for g in places],
+    return [packing.KeptGroup(len(minibatch.groups[n].prompt.ids), [(n, g) for g in places],
                       [minibatch.groups[n].samples[g].length for g in places]) for n, places in kept.items()]
 
 
