@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import ROOT, TOY, toy_config, write_tiny
 from safetensors.torch import load_file, save_file
+from test_data import edit
 from test_eval import written
 
 import config
@@ -362,17 +363,12 @@ def test_weights_that_are_no_numbers_are_not_evaluated(spoilt, tmp_path, command
     assert f"error: {model}: {name}, of " in capsys.readouterr().err
 
 
-def with_normalizer(folder, normalizer: dict):
-    path = folder / "tokenizer.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": normalizer}))
-    return folder
-
-
 @pytest.mark.slow
 def test_a_tokenizer_that_explodes_is_one_line(tmp_path, monkeypatch):
     """Three replacements, each of a letter by a thousand of them."""
     more = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
-    folder = with_normalizer(write_tiny(tmp_path / "model"), {"type": "Sequence", "normalizers": [more] * 4})
+    folder = write_tiny(tmp_path / "model")
+    edit(folder, "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [more] * 4})
     monkeypatch.setattr(trial, "GIB", 1)
     with pytest.raises(ConfigError, match="takes more than 15 s of computing or 1 GiB of memory, or ends the process"):
         data.to_prompts([Problem("q", "a banana", "1")], data.Tokenizer(folder), None, 512)
