@@ -28,9 +28,8 @@ FORK := tests/math/test_kinds.py tests/math/test_advantage.py tests/math/test_pr
 test-fork: .venv/dev ## both recipes of docs/fork.md applied to a copy, then the tests that a new kind can turn red
 	$(VENV)/python tests/fork.py $(FORK)
 
-# What a stage computes, without leaves.
-CORE := tests/math/test_advantage.py tests/math/test_loss.py tests/math/test_objectives.py tests/math/test_pack.py \
-	tests/math/test_prune.py tests/math/test_unbiased.py tests/test_collect.py tests/test_loop.py
+# What a stage computes, and the loop. `make test-long` runs the whole suite without each leaf.
+CORE := tests/math/test_advantage.py tests/math/test_loss.py tests/math/test_prune.py tests/test_collect.py tests/test_loop.py
 
 test-leaves: .venv/dev ## three leaves at random, and all together, fall off a copy: the rest passes tests and trains the same
 	$(VENV)/python tests/fall_off.py --random 3 --tests $(CORE)
