@@ -1,7 +1,7 @@
 """A plugin for pytest: tests that ask for a leaf which has fallen off (tests/fall_off.py) are skipped.
 
-A test asks for a leaf by importing it, by a config of it, or by a setting or kind of it, which its error then names. If
-code outside of tests imports the leaf, the test fails as ever: nothing that is left may need it.
+A test asks for a leaf by importing it, by a config of it, or by a setting or kind of it, which its error then names, or
+settings/leaves.py imports. If other code outside of tests imports the leaf, the test fails as ever: none may need it.
 """
 
 import json
@@ -25,7 +25,7 @@ def asks_for(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[1:2] in [[x] for x in GONE["leaves"]]:
         files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
         *_, importer = (path for path in files if ROOT in path.parents)
-        within = importer.relative_to(ROOT).parts[0] in ("tests", "bench", "experiments")
+        within = importer.relative_to(ROOT).parts[0] in ("tests", "bench", "experiments", "settings")
         return error.name if within or importer.name.startswith("test_") else ""
     found = REFUSED.search(str(error))
     return found[0] if found else ""
