@@ -28,14 +28,17 @@ from compare import (
     validated,
 )
 from kept_runs import (
+    LAST,
+    LEAST_EVALUATIONS,
     RESULTS,
+    Curve,
     Difference,
     Record,
-    area,
-    area_and_end,
     area_gap,
+    area_of,
     curve,
     difference,
+    evaluations,
     print_json,
     read,
     table,
@@ -100,9 +103,15 @@ def verdict(low: float, high: float, bound: float = 0.0) -> str:
     return "holds" if low > bound else "does not" if high < bound else "cannot tell"
 
 
-def row(claim: str, test: str, of: Difference, bound: float = 0.0) -> list[str]:
-    points = f"{of.mean:+.2f} points [{of.low:+.2f}, {of.high:+.2f}]"
-    return [claim, test, points, verdict(of.low, of.high, bound)]
+def judge(of: Difference | None, bound: float = 0.0) -> str:
+    """Say whether a difference lies above a bound; None is one that nobody has measured."""
+    return verdict(of.low, of.high, bound) if of else "not measured"
+
+
+def row(claim: str, test: str, of: Difference | None, counts: str, bound: float = 0.0) -> list[str]:
+    """Judge a difference of areas or ends, which rests on so many evaluations of each arm."""
+    points = f"{of.mean:+.2f} points [{of.low:+.2f}, {of.high:+.2f}]" if of else "-"
+    return [claim, test, points, counts, judge(of, bound)]
 
 
 def of_areas(arms: Arms, claim: str, cost: str, comparisons: int, pairs: dict[tuple[str, str], str]) -> Rows:
@@ -110,7 +119,8 @@ def of_areas(arms: Arms, claim: str, cost: str, comparisons: int, pairs: dict[tu
     rows = []
     for (name, other), but in pairs.items():
         of = area_gap(arms[name], arms[other], cost, comparisons)
-        rows.append(row(claim, f"{name} less {other}{but}, area over {cost}", of))
+        test = f"{name} less {other}{but}, area over {cost}"
+        rows.append(row(claim, test, of.difference, of.counts))
     return rows
 
 
@@ -128,16 +138,32 @@ def seconds_to(level: float, second_E: np.ndarray, accuracy_E: np.ndarray) -> fl
     return float(second_E[i - 1] + share * (second_E[i] - second_E[i - 1]))
 
 
+def evaluations_to(level: float, of: Curve) -> int:
+    """Count a curve's evaluations, the one at the start apart, up to the first at a level; all if none is."""
+    return next((i for i, accuracy in enumerate(of.accuracy_E) if accuracy >= level), len(of.accuracy_E) - 1)
+
+
 def level_of(grpo: BySeed) -> float:
     """Compute the level of equal accuracy: three quarters of the way from GRPO's start to its end."""
     start = mean(float(curve(record).accuracy_E[0]) for record in grpo.values())
     return start + 0.75 * (mean(ends(grpo)) - start)
 
 
+def areas_of(by_seed: BySeed, begin: float = 0.0) -> list[float]:
+    """Compute each run's area, its mean accuracy over its own steps from a share `begin` of them on."""
+    curves = [curve(record) for record in by_seed.values()]
+    return [area_of(of, "steps", float(of.spent["steps"][-1]), begin) for of in curves]
+
+
 def ends(by_seed: BySeed) -> list[float]:
     """Read the end of each run: the mean accuracy over the last quarter of its own steps."""
-    curves = [curve(by_seed[seed]) for seed in SEEDS]
-    return [area_and_end(of, "steps", float(of.spent["steps"][-1]))[1] for of in curves]
+    return areas_of(by_seed, LAST)
+
+
+def own_counts(*arms: BySeed) -> str:
+    """Count the evaluations of each arm, of the run with the fewest."""
+    counts = [evaluations([curve(record) for record in arm.values()], "steps", math.inf) for arm in arms]
+    return " and ".join(map(str, counts))
 
 
 def speed_up(slow: BySeed, fast: BySeed, level: float) -> tuple[float, float, float, int]:
@@ -170,10 +196,15 @@ def of_speed(six: Arms) -> Rows:
     rows, level, seeds = [], level_of(six["grpo"]), len(SEEDS)
     pairs = [("grpo", "dppo"), ("grpo", "greso"), ("grpo", "cppo"), ("greso", "dppo"), ("cppo", "dppo")]
     for slow, fast in pairs:
-        ratio, low, high, above = speed_up(six[slow], six[fast], level)
-        rows.append([f"{fast} is faster than {slow} at equal accuracy", f"seconds to {level:.1f}%",
-                     f"{ratio:.2f} times [{low:.2f}, {high:.2f}], above 1 in {above} of {seeds} seeds",
-                     agreed(verdict(low, high, 1.0), above, seeds)])
+        claim, test = f"{fast} is faster than {slow} at equal accuracy", f"seconds to {level:.1f}%"
+        counts = [min(evaluations_to(level, curve(record)) for record in six[name].values())
+                  for name in (slow, fast)]
+        result, here = "-", "not measured"
+        if min(counts) >= LEAST_EVALUATIONS:
+            ratio, low, high, above = speed_up(six[slow], six[fast], level)
+            result = f"{ratio:.2f} times [{low:.2f}, {high:.2f}], above 1 in {above} of {seeds} seeds"
+            here = agreed(verdict(low, high, 1.0), above, seeds)
+        rows.append([claim, test, result, " and ".join(map(str, counts)), here])
     return rows
 
 
@@ -187,9 +218,11 @@ def of_allocation(arms: Arms) -> Rows:
         ratio = difference(log_seconds(arms[base]), log_seconds(arms[name]), len(others))
         low, middle, high = (math.exp(x) for x in (ratio.low, ratio.mean, ratio.high))
         rows.append([f"{name} is faster than GRPO on as many prompts", "seconds of all steps",
-                     f"{middle:.2f} times [{low:.2f}, {high:.2f}]", verdict(low, high, 1.0)])
+                     f"{middle:.2f} times [{low:.2f}, {high:.2f}]", "", verdict(low, high, 1.0)])
         fall = difference(ends(arms[name]), ends(arms[base]), len(others))
-        rows.append(row("... and accuracy does not fall", f"ends, against {-MARGIN:.0f}", fall, -MARGIN))
+        counts = own_counts(arms[name], arms[base])
+        rows.append(
+            row("... and accuracy does not fall", f"ends, against {-MARGIN:.0f}", fall, counts, -MARGIN))
     return rows
 
 
@@ -199,12 +232,12 @@ def log_seconds(by_seed: BySeed) -> list[float]:
 
 def of_vapo(arms: Arms) -> Rows:
     """Compare VAPO with and without value pretraining, over the steps in which the policy learns."""
-    areas = []
-    for name, first in zip(VAPO, (PRETRAINED, 0), strict=True):
-        curves = [curve(arms[name][seed]) for seed in SEEDS]
-        areas.append([area(of.spent["steps"], of.accuracy_E, first, of.spent["steps"][-1]) for of in curves])
+    both = [arms[name] for name in VAPO]
+    steps = [by_seed[0].about["settings"]["steps"] for by_seed in both]
+    areas = [areas_of(by_seed, first / count)
+             for by_seed, first, count in zip(both, (PRETRAINED, 0), steps, strict=True)]
     return [row("VAPO needs value pretraining", "with less without, area over the policy's steps",
-                difference(*areas, 1), MARGIN)]
+                difference(*areas, 1), own_counts(*both), MARGIN)]
 
 
 def gradient_errors(results: Path) -> dict[str, float]:
@@ -216,12 +249,6 @@ def gradient_errors(results: Path) -> dict[str, float]:
 
 def is_biased(name: str) -> bool:
     return PRUNED[name][0].startswith(("topk", "pods"))
-
-
-def areas_of(by_seed: BySeed) -> list[float]:
-    """Compute each run's area, its mean accuracy over steps."""
-    curves = [curve(record) for record in by_seed.values()]
-    return [area_and_end(of, "steps", of.spent["steps"][-1])[0] for of in curves]
 
 
 def correlation(error: list[float], learnt: list[float]) -> tuple[float, float, float]:
@@ -246,7 +273,7 @@ def of_errors(errors: dict[str, float], areas: dict[str, list[float]]) -> Rows:
             verdicts.add(verdict(-high, -low))
         rows.append(["a smaller error of the gradient teaches more",
                      f"log of the error and area over steps, {len(names)} arms{which}",
-                     f"correlation {told[0]}; {left_out} {told[1]}",
+                     f"correlation {told[0]}; {left_out} {told[1]}", "",
                      verdicts.pop() if len(verdicts) == 1 else "cannot tell"])
     return rows
 
@@ -270,7 +297,7 @@ def report(results: Path) -> None:
             *of_areas(at_rate, *BY_TOKENS), *of_areas(at_rate, *NEEDED), *of_vapo(at_rate),
             *chain.from_iterable(of_areas(arms, *claim) for claim in BETTER)]
     print(*rate_table(areas, rates), "", sep="\n")
-    print(*table(["claim", "test", "result", "here"], rows), "", sep="\n")
+    print(*table(["claim", "test", "result", "evaluations", "here"], rows), "", sep="\n")
     print(*cost_table(controls), "", sep="\n")
     points = {name: {"error": errors[name], "area": mean(learnt[name])} for name in errors}
     print_json("claims", rows=rows, errors=points)

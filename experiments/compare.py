@@ -12,20 +12,22 @@ chosen; without those, as in a part of the comparison, at that of the config.
 import math
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
 from kept_runs import (
+    LAST,
+    LEAST_EVALUATIONS,
     RECIPE,
     RESULTS,
     ROOT,
     Record,
     Run,
-    area_and_end,
+    area_of,
     cpu_share,
     curve,
     difference,
+    evaluations,
     experiment_status,
     keep,
     least,
@@ -78,7 +80,8 @@ OTHERS = {
     "pods": ("cppo", ("prune.completions={kind: pods, keep: 2}", "loss.denominator=kept")),
     "nat": ("grpo", ("prune.tokens={kind: prefix, whole: 0.5}",)),
 }
-EVALUATED = "eval.every=15"
+# Steps between evaluations, 15 unless named here: an arm that spends much in a step needs them more often.
+EVERY = dict.fromkeys(("grpo", "greso", "dynamic-sampling"), 5)
 GRID, TUNING_SEEDS = ("2.5e-5", "5e-5", "1e-4", "2e-4"), (100, 101)
 VALIDATION = "runs/hard_validation.jsonl"  # made anew, always the same
 SEEDS, SOME_SEEDS = range(5), range(3)
@@ -90,10 +93,11 @@ Arms = dict[str, dict[int, Record]]  # arm -> seed -> what its run has measured
 Areas = dict[str, list[float]]       # learning rate -> the area of each run
 
 
-def arm(name: str, rate: str, seed: int) -> Run:
-    """Make a run of the comparison."""
+def arm(name: str, rate: str, seed: int, data: str | None = None) -> Run:
+    """Make a run of the comparison; with `data`, one to choose a rate by."""
     family, settings = OTHERS[name] if name in OTHERS else (name, TUNED[name])
-    return Run(name, (*settings, EVALUATED), rate, seed, family)
+    every = 15 if data else EVERY.get(name, 15)
+    return Run(name, (*settings, f"eval.every={every}"), rate, seed, family, data)
 
 
 def kept_arms(rate_of: dict[str, str], seeds: range, results: Path) -> Arms:
@@ -115,7 +119,7 @@ def tune(results: Path, bar: tqdm) -> None:
     for seed in TUNING_SEEDS:
         for name in TUNED:
             for rate in GRID:
-                keep(replace(arm(name, rate, seed), data=VALIDATION), results, bar)
+                keep(arm(name, rate, seed, VALIDATION), results, bar)
 
 
 def validated(results: Path) -> dict[str, Areas]:
@@ -127,7 +131,7 @@ def validated(results: Path) -> dict[str, Areas]:
         if about.get("split") == "validation":
             area = -math.inf
             if about.get("finite", True):
-                area, _ = area_and_end(curve(record), "steps", about["settings"]["steps"])
+                area = area_of(curve(record), "steps", about["settings"]["steps"])
             areas.setdefault(about["arm"], {}).setdefault(about["rate"], []).append(area)
     return areas
 
@@ -164,8 +168,9 @@ def rate_table(areas: dict[str, Areas], best: dict[str, str]) -> list[str]:
 def compared(arms: Arms, costs: Iterable[str], comparisons: int) -> dict:
     """Compute the areas and ends of arms at these costs, and their differences to GRPO, paired by seed.
 
-    Returns {cost: {"budget", "arms": {arm: {"area" and "end": {"mean", "runs", "difference", "low", "high",
-    "p" (Holm's over the arms of this column)}}}}}. GRPO has no difference, nor has an arm with fewer than two
+    Returns {cost: {"budget", "arms": {arm: {"runs", "evaluations" (within the budget), "area" and "end":
+    {"mean", "difference", "low", "high", "p" (Holm's over the arms of this column)}}}}}. An arm with fewer
+    than LEAST_EVALUATIONS has no area and no end; GRPO has no difference, nor has an arm with fewer than two
     seeds. Intervals are at 1 - 0.05 / comparisons.
     """
     curves, numbers = {}, {}
@@ -173,10 +178,14 @@ def compared(arms: Arms, costs: Iterable[str], comparisons: int) -> dict:
         curves[name] = {seed: curve(record) for seed, record in by_seed.items()}
     for cost in costs:
         budget = least([of for by_seed in curves.values() for of in by_seed.values()], cost)
-        figures: dict[str, dict] = {name: {} for name in arms}
-        for place, figure in enumerate(("area", "end")):
-            values = {name: {seed: area_and_end(of, cost, budget)[place] for seed, of in by_seed.items()}
-                      for name, by_seed in curves.items()}
+        figures: dict[str, dict] = {}
+        for name, by_seed in curves.items():
+            count = evaluations(by_seed.values(), cost, budget)
+            figures[name] = {"runs": len(by_seed), "evaluations": count}
+        measured = [name for name in arms if figures[name]["evaluations"] >= LEAST_EVALUATIONS]
+        for figure, begin in (("area", 0.0), ("end", LAST)):
+            values = {name: {seed: area_of(of, cost, budget, begin) for seed, of in curves[name].items()}
+                      for name in measured}
             for name, cell in column(values, comparisons).items():
                 figures[name][figure] = cell
         numbers[cost] = {"budget": budget, "arms": figures}
@@ -187,7 +196,7 @@ def column(values: dict[str, dict[int, float]], comparisons: int) -> dict[str, d
     """Compute one figure at one cost: each arm's mean, and its difference to GRPO."""
     cells, gaps, grpo = {}, {}, values.get("grpo", {})
     for name, by_seed in values.items():
-        cells[name] = {"mean": mean(by_seed.values()), "runs": len(by_seed)}
+        cells[name] = {"mean": mean(by_seed.values())}
         shared = sorted(by_seed.keys() & grpo.keys())
         if name != "grpo" and len(shared) > 1:
             these, those = [by_seed[seed] for seed in shared], [grpo[seed] for seed in shared]
@@ -198,22 +207,25 @@ def column(values: dict[str, dict[int, float]], comparisons: int) -> dict[str, d
     return cells
 
 
-def cell(figures: dict) -> str:
-    text = f"{figures['mean']:.2f}"
-    if "difference" not in figures:
-        return text
-    interval = f"[{figures['low']:+.2f}, {figures['high']:+.2f}]"
-    return f"{text} ({figures['difference']:+.2f} {interval}, p {figures['p']:.3f})"
+def cell(of_arm: dict, figure: str) -> str:
+    """Write a figure with its difference to GRPO, and how many evaluations it rests on."""
+    figures = of_arm.get(figure, {})
+    text = f"{figures['mean']:.2f}" if figures else "-"
+    if "difference" in figures:
+        interval = f"[{figures['low']:+.2f}, {figures['high']:+.2f}]"
+        text += f" ({figures['difference']:+.2f} {interval}, p {figures['p']:.3f})"
+    return f"{text}, {of_arm['evaluations']}"
 
 
 def comparison_table(numbers: dict, figure: str) -> list[str]:
-    """Tabulate one figure at each cost: the mean, the difference to GRPO, its interval, Holm's p."""
+    """Tabulate one figure at each cost: the mean, the difference to GRPO, its interval, Holm's p, and the
+    evaluations of the arm within the budget."""
     head = [f"{of['budget']:,.0f} {cost}" for cost, of in numbers.items()]
     first, rows = next(iter(numbers.values())), []
     for name, figures in first["arms"].items():
-        cells = [cell(of["arms"][name][figure]) if name in of["arms"] else "" for of in numbers.values()]
-        rows.append([name, str(figures[figure]["runs"]), *cells])
-    return table([f"{figure}, %", "runs", *head], rows)
+        cells = [cell(of["arms"][name], figure) if name in of["arms"] else "" for of in numbers.values()]
+        rows.append([name, str(figures["runs"]), *cells])
+    return table([f"{figure}, %, and evaluations", "runs", *head], rows)
 
 
 def cost_table(arms: Arms) -> list[str]:

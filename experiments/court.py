@@ -26,11 +26,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
-from claims import seconds_to, verdict
+from claims import evaluations_to, judge, seconds_to
 from compare import Arms, kept_arms, tell_area, validated
 from kept_runs import (
+    LEAST_EVALUATIONS,
     ROOT,
-    Difference,
+    Curve,
+    Gap,
     Run,
     area_gap,
     curve,
@@ -58,8 +60,8 @@ ON_VALIDATION = ("eval.n=1",)
 VALIDATION = "experiments/long_sums/validation.jsonl"
 RATE_HEAD = ["arm", "rate: area on the validation split, one seed"]
 FASTER = 0.75  # "seconds to an accuracy": so far from the anchor's start to its last evaluation
-# Kept arms have one value of these settings, so a method is compared with them at the same. They have two of
-# eval.every: an arm with few large steps is evaluated at each.
+# Kept arms have one value of these settings, so a method is compared with them at the same. Of eval.every there
+# are several: see EVERY.
 SHARED = re.compile(r"model\.path|data\..*|rollout\.max_new_tokens|eval\.(?!every$).*|optim\.lr|seed")
 
 FOUR_STEPS = ("update.minibatches=4",)  # optimizer steps on a rollout: the ratios leave 1
@@ -161,14 +163,19 @@ CLAIMS = (
     Claim(11, "... and more", "forks", "grpo", "steps"),
     Claim(12, "SAPO teaches more than a clip", "sapo", "grpo-4-steps", "steps"),
 )
+# Steps between evaluations, 20 unless named here: over tokens an arm must be evaluated more often, so that
+# three evaluations lie within a budget that the other arm sets.
+EVERY: dict[str, int] = {}
 BESIDE = (("cppo", ANCHOR, "trained tokens"), ("grpo-4-steps", ANCHOR, "steps"))  # no claim: the controls
 
 
 # ---- runs
 
 def run_of(name: str, arm: Arm, rate: str, seed: int, tuning: bool = False) -> Run:
+    every = 20 if tuning else EVERY.get(name, 20)
+    often = (f"eval.every={every}",) if name in ARMS else ()
     data, more = (VALIDATION, ON_VALIDATION) if tuning else (None, ())
-    return Run(name, (*arm.settings, *more), rate, seed, name, data, arm.recipe, arm.file)
+    return Run(name, (*often, *arm.settings, *more), rate, seed, name, data, arm.recipe, arm.file)
 
 
 def chosen_rate(name: str, results: Path) -> str | None:
@@ -206,7 +213,7 @@ def train(arms: dict[str, Arm], seeds: range, results: Path, until: float) -> No
 
 # ---- tables
 
-def paired_gap(arms: Arms, name: str, other: str, cost: str, comparisons: int) -> Difference | None:
+def paired_gap(arms: Arms, name: str, other: str, cost: str, comparisons: int) -> Gap | None:
     """Compare the areas of two arms at a cost, up to what both have spent, paired by seed. None: there are no
     two seeds of both, or steps are compared and the two have different numbers of them."""
     both = [arms.get(name, {}), arms.get(other, {})]
@@ -217,7 +224,7 @@ def paired_gap(arms: Arms, name: str, other: str, cost: str, comparisons: int) -
     return area_gap(*both, cost, comparisons)
 
 
-def interval(gap: Difference | None) -> str:
+def cell(gap: Gap | None) -> str:
     return str(gap) if gap else ""
 
 
@@ -230,8 +237,8 @@ def claim_rows(arms: Arms) -> list[list[str]]:
         test = f"{claim.arm} less {claim.other}, area over {claim.cost}"
         if claim.bound:
             test += f", above {claim.bound:.0f}"
-        here = verdict(gap.low, gap.high, claim.bound) if gap else "not run"
-        rows.append([str(claim.number), claim.text, test, interval(gap), here])
+        here = judge(gap.difference, claim.bound) if gap else "not run"
+        rows.append([str(claim.number), claim.text, test, cell(gap), here])
     return rows
 
 
@@ -242,7 +249,7 @@ def rate_rows(arms: Arms) -> list[list[str]]:
     for arm, other, cost in [*compared, *BESIDE]:
         if f"{other}-{AFTERWARDS[0]}" in ARMS:
             anchors = (other, *(f"{other}-{rate}" for rate in AFTERWARDS))
-            gaps = [interval(paired_gap(arms, arm, anchor, cost, 1)) for anchor in anchors]
+            gaps = [cell(paired_gap(arms, arm, anchor, cost, 1)) for anchor in anchors]
             rows.append([f"{arm} less {other}, area over {cost}", *gaps])
     return rows
 
@@ -252,7 +259,11 @@ def speed(arms: Arms, name: str, level: float) -> str:
     seeds = sorted(arms[name].keys() & arms[ANCHOR].keys())
     gaps, missed = [], 0
     for seed in seeds:
-        curves = [curve(arms[arm][seed]) for arm in (ANCHOR, name)]
+        runs = [curve(arms[arm][seed]) for arm in (ANCHOR, name)]
+        curves = [as_often(run, min(len(of.accuracy_E) for of in runs)) for run in runs]
+        count = min(evaluations_to(level, run) for run in curves)
+        if count < LEAST_EVALUATIONS:
+            return f"-, {count}"
         those, these = (seconds_to(level, run.spent["seconds"], run.accuracy_E) for run in curves)
         if math.isfinite(these) and math.isfinite(those):
             gaps.append(math.log(those / these))
@@ -262,6 +273,13 @@ def speed(arms: Arms, name: str, level: float) -> str:
         return f"not reached in {missed} of {len(seeds)}" if missed else ""
     ratio = difference(gaps, [0.0] * len(gaps), 1)
     return f"{math.exp(ratio.mean):.2f} [{math.exp(ratio.low):.2f}, {math.exp(ratio.high):.2f}]"
+
+
+def as_often(of: Curve, count: int) -> Curve:
+    """Leave evaluations out until a curve has about as many as `count`, at equal distances: the more there
+    are, the sooner one reaches a level by chance."""
+    every = max(1, (len(of.accuracy_E) - 1) // (count - 1))
+    return Curve({cost: spent_E[::every] for cost, spent_E in of.spent.items()}, of.accuracy_E[::every])
 
 
 def speed_level(arms: Arms) -> float:
@@ -298,7 +316,7 @@ def arm_head(arms: Arms, costs: Iterable[str] = COSTS) -> list[str]:
 
 def gap_rows(arms: Arms, costs: Iterable[str] = COSTS) -> list[list[str]]:
     """Compare the areas of each arm with the anchor's, at each cost."""
-    return [[name, *(interval(paired_gap(arms, name, ANCHOR, cost, 1)) for cost in costs)]
+    return [[name, *(cell(paired_gap(arms, name, ANCHOR, cost, 1)) for cost in costs)]
             for name in arms if name != ANCHOR]
 
 
@@ -322,10 +340,10 @@ def report(results: Path) -> None:
     """Print the table of claims, of arms and of rates."""
     arms, rates = kept(results, ARMS)
     claims = claim_rows(arms)
-    print(*table(["", "claim", "test", "points", "here"], claims), "", sep="\n")
+    print(*table(["", "claim", "test", "points, evaluations of both", "here"], claims), "", sep="\n")
     if ANCHOR in arms:
         print(*table(arm_head(arms), arm_rows(arms, rates)), "", sep="\n")
-        print(*table([f"area, less {ANCHOR}, over", *COSTS], gap_rows(arms)), "", sep="\n")
+        print(*table([f"area less {ANCHOR}, evaluations of both, over", *COSTS], gap_rows(arms)), "", sep="\n")
     print(*table(["test", "as claimed", *(f"the other at {rate}" for rate in AFTERWARDS)], rate_rows(arms)),
           "", sep="\n")
     print(*table(RATE_HEAD, validation_rows(ARMS, results)), "", sep="\n")
@@ -370,8 +388,8 @@ def own_rows(arms: Arms, name: str, rates: dict[str, str]) -> list[list[str]]:
             continue
         gaps = {cost: paired_gap(arms, name, other, cost, 1) for cost in UNTIMED}
         gap = gaps["generated tokens"]
-        here = verdict(gap.low, gap.high) if gap else ""
-        rows.append([other, rates[other], *map(interval, gaps.values()), WORDS.get(here, here)])
+        here = judge(gap.difference) if gap else ""
+        rows.append([other, rates[other], *map(cell, gaps.values()), WORDS.get(here, here)])
     return rows
 
 
@@ -396,6 +414,10 @@ def load_own(file: str, chosen: str | None, settings: list[str], out: Path) -> t
     cfg = config.load(arm.recipe, arm.settings)
     check_chosen(load(path), cfg)
     check_shared(cfg)
+    most = cfg.steps // LEAST_EVALUATIONS
+    if not 1 <= cfg.eval.every <= most:
+        raise config.ConfigError(f"eval.every={cfg.eval.every} must be in 1..{most}: a comparison needs "
+                                 f"{LEAST_EVALUATIONS} evaluations in the {cfg.steps} steps")
     name = f"my {path.stem}" if path.stem in ARMS else path.stem
     version = hashlib.sha256(path.read_bytes() + config.dump(cfg).encode()).hexdigest()[:8]
     out.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import date
 from functools import cache, lru_cache
@@ -41,6 +41,7 @@ import config  # noqa: E402
 from infra import runfolder  # noqa: E402
 from infra.signals import exit_status  # noqa: E402
 from leaves.page.runs import COSTS, LoggedRun  # noqa: E402
+from leaves.page.tables import LEAST_EVALUATIONS, evaluations_within  # noqa: E402
 from settings.loader import flatten  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results.jsonl.xz"
@@ -50,7 +51,7 @@ KEPT = ("step", "rollout/tokens", "rollout/prompts", "rollout/length", "train/to
         "age/old_tokens", "mismatch/ess", "time/rollout",
         "time/reward", "time/score", "time/update", "time/critic", "time/sync", "time/step", "time/eval")
 DIGITS = 6   # behind the point
-LAST = 0.75  # the end of a curve is what lies behind this share of the cost
+LAST = 0.75  # the end of a curve is what lies behind this share of a budget
 
 
 def experiment_status(experiment: Callable[[], None]) -> int:
@@ -261,10 +262,22 @@ def area(x_E: np.ndarray, y_E: np.ndarray, low: float, high: float) -> float:
     return float(np.trapezoid(np.interp(x, x_E, y_E), x) / (high - low))
 
 
-def area_and_end(of: Curve, cost: str, budget: float) -> tuple[float, float]:
-    """Average a curve over all of a budget, and over its last quarter."""
-    x_E = of.spent[cost]
-    return area(x_E, of.accuracy_E, 0, budget), area(x_E, of.accuracy_E, LAST * budget, budget)
+def evaluations(curves: Iterable[Curve], cost: str, budget: float) -> int:
+    """Count the evaluations within a budget of the curve that has the fewest."""
+    return min(evaluations_within(of.spent[cost], budget) for of in curves)
+
+
+def area_of(of: Curve, cost: str, budget: float, begin: float = 0.0) -> float:
+    """Average a curve from a share `begin` of a budget up to all of it.
+
+    Raises ValueError for a curve with fewer than LEAST_EVALUATIONS within the budget: what lies between two
+    evaluations is a straight line that nobody has measured.
+    """
+    count = evaluations([of], cost, budget)
+    if count < LEAST_EVALUATIONS:
+        raise ValueError(f"{count} evaluations within {budget:,.0f} {cost}; a comparison needs "
+                         f"{LEAST_EVALUATIONS}: run it again with a smaller eval.every")
+    return area(of.spent[cost], of.accuracy_E, begin * budget, budget)
 
 
 def least(curves: list[Curve], cost: str) -> float:
@@ -297,13 +310,31 @@ def difference(these_P: list[float], those_P: list[float], comparisons: int) -> 
     return Difference(middle, middle - half, middle + half, p_value)
 
 
-def area_gap(these: dict[int, Record], those: dict[int, Record], cost: str, comparisons: int) -> Difference:
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """The difference of two arms' areas, and how many evaluations of each it rests on."""
+
+    evaluations: tuple[int, int]    # within the budget
+    difference: Difference | None   # None: an arm has fewer than LEAST_EVALUATIONS
+
+    @property
+    def counts(self) -> str:
+        return " and ".join(map(str, self.evaluations))
+
+    def __str__(self) -> str:
+        return f"{self.difference or '-'}, {self.counts}"
+
+
+def area_gap(these: dict[int, Record], those: dict[int, Record], cost: str, comparisons: int) -> Gap:
     """Compare the areas of two arms' runs at a cost, paired by seed, up to what all of them have spent."""
     seeds = sorted(these.keys() & those.keys())
     curves = [[curve(by_seed[seed]) for seed in seeds] for by_seed in (these, those)]
     budget = least([*curves[0], *curves[1]], cost)
-    areas = [[area_and_end(of, cost, budget)[0] for of in runs] for runs in curves]
-    return difference(*areas, comparisons)
+    counts = tuple(evaluations(runs, cost, budget) for runs in curves)
+    if min(counts) < LEAST_EVALUATIONS:
+        return Gap(counts, None)
+    areas = [[area_of(of, cost, budget) for of in runs] for runs in curves]
+    return Gap(counts, difference(*areas, comparisons))
 
 
 def chance(t: float, df: int) -> float:

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -25,7 +26,7 @@ import config
 from infra import dist, runfolder
 
 
-def make(results: Path, run: Run, gain: float, tokens: int = 4000) -> None:
+def make(results: Path, run: Run, gain: float, tokens: int = 4000, every: int = 5) -> None:
     """Write down a run of 30 steps that gains so much, as `keep` does."""
     draw = np.random.default_rng([run.seed, round(100 * gain), tokens])
     lines = []
@@ -33,7 +34,7 @@ def make(results: Path, run: Run, gain: float, tokens: int = 4000) -> None:
         if step:
             lines.append({"step": step, "rollout/tokens": 4000 + int(draw.integers(500)), "train/tokens": tokens,
                           "time/step": 1 + draw.random(), "time/rollout": 0.5})
-        if step % 15 == 0:
+        if step % every == 0:
             accuracy = round(0.4 + gain * step / 30 + 0.02 * draw.random(), 6)
             lines.append({"step": step, "eval/hard_test/accuracy": accuracy})
     about = {"arm": run.arm, "family": run.family, "rate": run.rate, "seed": run.seed, "split": run.split,
@@ -50,6 +51,7 @@ def test_results_quotes_tables_that_the_command_prints_of_what_is_kept(capsys):
     compare.report(kept_runs.RESULTS)
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert len(printed) == 2 + 10 + 5 * 2 + 3 * 6 + 2 * 9
+    assert not [line for line in printed if re.search(r"\), [012] \|", line)]  # a difference by two evaluations
     text = section("Six methods on the testbed, at equal cost")
     quoted = [line for line in text.splitlines() if line.startswith("| ")]
     assert len(quoted) == 2 + 6 and not set(quoted) - set(printed)
@@ -67,7 +69,7 @@ def test_numbers_of_the_comparison_by_hand(tmp_path):
     results = tmp_path / "results.jsonl.xz"
     for i, name in enumerate(compare.SIX):
         for seed in range(2):
-            make(results, compare.arm(name, "1e-4", seed), 0.1 + 0.01 * i, tokens=4000 - 200 * i)
+            make(results, compare.arm(name, "1e-4", seed), 0.1 + 0.01 * i, tokens=4000 - 200 * i, every=10)
         make(results, compare.arm(name, "5e-5", 0), 0.5)  # at another rate than it is asked for
     arms = compare.kept_arms(dict.fromkeys(compare.SIX, "1e-4"), compare.SEEDS, results)
     assert list(arms) == list(compare.SIX) and {*arms["cppo"]} == {0, 1}
@@ -81,15 +83,37 @@ def test_numbers_of_the_comparison_by_hand(tmp_path):
     key, areas = "eval/hard_test/accuracy", {}
     for name in ("grpo", "cppo"):
         accuracy = [[100 * line[key] for line in of.lines if key in line] for of in arms[name].values()]
-        areas[name] = [(a + 2 * b + c) / 4 for a, b, c in accuracy]
+        areas[name] = [(a + 2 * b + 2 * c + d) / 6 for a, b, c, d in accuracy]
         figures = numbers["steps"]["arms"][name]
-        assert figures["area"]["mean"] == pytest.approx(np.mean(areas[name]))
-        assert figures["end"]["mean"] == pytest.approx(np.mean([0.25 * b + 0.75 * c for _, b, c in accuracy]))
+        assert figures["area"]["mean"] == pytest.approx(np.mean(areas[name])) and figures["evaluations"] == 3
+        assert figures["end"]["mean"] == pytest.approx(np.mean([0.375 * c + 0.625 * d for *_, c, d in accuracy]))
     gaps, cell = np.subtract(areas["cppo"], areas["grpo"]), numbers["steps"]["arms"]["cppo"]["area"]
     assert cell["difference"] == pytest.approx(gaps.mean())
     half = np.tan(np.pi / 2 * 0.99) * gaps.std(ddof=1) / 2 ** 0.5  # Student's at 99% with one degree of freedom
     assert (cell["low"], cell["high"]) == pytest.approx((gaps.mean() - half, gaps.mean() + half))
     assert "difference" not in numbers["steps"]["arms"]["grpo"]["area"]
+
+
+def test_a_comparison_that_rests_on_a_straight_line_is_none(tmp_path):
+    """Both arms have three evaluations in 30 steps; within the tokens that the thrifty one trains on, GRPO has two."""
+    results, arms = tmp_path / "results.jsonl.xz", {}
+    for name, tokens in (("grpo", 4000), ("thrifty", 3000)):
+        for seed in range(2):
+            make(results, Run(name, (), "1e-4", seed), 0.2, tokens, every=10)
+    arms = compare.kept_arms(dict.fromkeys(("grpo", "thrifty"), "1e-4"), range(2), results)
+    both = arms["thrifty"], arms["grpo"]
+    gap = kept_runs.area_gap(*both, "trained tokens", 1)
+    assert (gap.evaluations, gap.difference, str(gap)) == ((3, 2), None, "-, 3 and 2")
+    row, = claims.of_areas(arms, "more", "trained tokens", 1, {("thrifty", "grpo"): ""})
+    assert row[2:] == ["-", "3 and 2", "not measured"]
+    numbers = compare.compared(arms, ("steps", "trained tokens"), 1)
+    of_grpo, of_thrifty = numbers["trained tokens"]["arms"].values()
+    assert "area" not in of_grpo and "difference" not in of_thrifty["area"]
+    assert " | -, 2 |" in compare.comparison_table(numbers, "area")[2]
+    with pytest.raises(ValueError, match="2 evaluations within 90,000 trained tokens; a comparison needs 3"):
+        kept_runs.area_of(kept_runs.curve(arms["grpo"][0]), "trained tokens", 90_000)
+    assert kept_runs.area_gap(*both, "steps", 1).difference and "difference" in numbers["steps"]["arms"]["thrifty"]["area"]
+    assert claims.evaluations_to(50, kept_runs.curve(arms["grpo"][0])) == 2  # the level is crossed behind the first
 
 
 def test_students_law():
@@ -242,8 +266,8 @@ def test_what_is_kept_in_the_repository_is_what_the_arms_of_today_would_run():
     of_six = {name: record.about for name, record in records.items() if record.about.get("family") in compare.SIX}
     assert len(of_six) >= 6 * 8 + 6 * 5 + 8 * 5
     for name, about in of_six.items():
-        run = compare.arm(about["arm"], about["rate"], about["seed"])
-        run = replace(run, data=compare.VALIDATION if about["split"] == "validation" else None)
+        data = compare.VALIDATION if about["split"] == "validation" else None
+        run = compare.arm(about["arm"], about["rate"], about["seed"], data)
         assert run.name == name and kept_runs.is_kept(run, kept_runs.RESULTS), name
 
 
@@ -253,7 +277,7 @@ def test_results_quotes_verdicts_that_the_command_prints_of_what_is_kept(capsys)
     assert len(rows) == 5 + 4 + 2 + 2 + 2 * 4 + 2 + 6 + 4 + 1 + 12
     table = section("The papers' claims, one by one").replace("**", "").splitlines()
     quoted = [line.strip("| ").split(" | ")[1:] for line in table if line.startswith("| ")][2:]
-    told = [row[1:] for row in rows if row[3] != "cannot tell" and not row[0].startswith(("cppo-", "..."))]
+    told = [row[1:] for row in rows if row[4] != "cannot tell" and not row[0].startswith(("cppo-", "..."))]
     assert quoted == told
 
 
@@ -287,7 +311,7 @@ def test_a_correlation_by_hand_and_a_verdict_that_two_arms_carry_is_none():
     few = {name: 0.01 if name in claims.FEWER_PROMPTS else 1 + 0.1 * i for i, name in enumerate(names)}
     carried = {name: [50.0 if name in claims.FEWER_PROMPTS else 40 + i % 2] for i, name in enumerate(names)}
     every, _ = claims.of_errors(few, carried)
-    assert every[2].startswith("correlation -0.9") and every[3] == "cannot tell"
+    assert every[2].startswith("correlation -0.9") and every[-1] == "cannot tell"
     errors = claims.gradient_errors(kept_runs.RESULTS)
     assert len(errors) == 14 and sum(not claims.is_biased(name) for name in errors) == 7
 

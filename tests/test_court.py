@@ -429,7 +429,7 @@ def test_a_claim_is_judged_by_its_interval_and_its_bound(every_method, tmp_path,
     for record in arms["cppo"].values():
         record.about["settings"]["steps"] = 4
     assert all(court.paired_gap(arms, name, "grpo", "steps", 1) is None for name in ("cppo", "otb"))
-    assert court.paired_gap(arms, "cppo", "grpo", "seconds", 1).mean < 0
+    assert court.paired_gap(arms, "cppo", "grpo", "seconds", 1).difference.mean < 0
 
 
 def test_the_page_of_the_court_quotes_tables_that_it_prints_of_what_is_kept(every_method, capsys):

@@ -85,8 +85,13 @@ def cost_table(groups: Groups) -> Table:
 def value_within(score: str, kind: str, budget: float, run: LoggedRun) -> float:
     """Read a score at a budget; nan if too few evaluations lie within it."""
     spent_E, value_E = run.series(score, kind=kind)
-    enough = ((spent_E > spent_E[0]) & (spent_E <= budget)).sum() >= LEAST_EVALUATIONS
+    enough = evaluations_within(spent_E, budget) >= LEAST_EVALUATIONS
     return np.interp(budget, spent_E, value_E) if enough else np.nan
+
+
+def evaluations_within(spent_E: np.ndarray, budget: float) -> int:
+    """Count a run's evaluations within a budget, the one at the start apart."""
+    return int(((spent_E > spent_E[0]) & (spent_E <= budget)).sum())
 
 
 def cost_until(score: str, kind: str, level: float, run: LoggedRun) -> float:
