@@ -88,6 +88,7 @@ class Selection:
     budget: int | None    # pack.budget
     advantage_only: bool  # the loss has no other gradient: a completion of advantage 0 has none
     advantage: kinds.Advantage
+    draws: int            # of survivors: one, or one for each epoch (update.redraw)
 
     @staticmethod
     def of(cfg: Config) -> "Selection":
@@ -101,6 +102,7 @@ class Selection:
             cfg.pack.budget,
             not with_gradient,
             cfg.advantage,
+            cfg.update.epochs if cfg.update.redraw else 1,
         )
 
 
@@ -237,6 +239,12 @@ def choose(rolled: Rolled, selection: Selection, seed: int) -> Batch:
     correct_NG = graded_NG[chosen] == 1
     return Batch(draws, groups, reward_NG, correct_NG, adv_NG, pruned, places, offered, seed, tokens,
                  selection.advantage_only)
+
+
+def redraw(rolled: Rolled, selection: Selection, seed: int) -> list[Batch]:
+    """Choose the batches of the epochs after the first; none if all epochs have one draw."""
+    return [choose(rolled, selection, dist.seed_for(seed, epoch, "epoch"))
+            for epoch in range(1, selection.draws)]
 
 
 def choose_groups(rolled: Rolled, selection: Selection) -> tuple[list[int], list[int], int]:

@@ -181,6 +181,8 @@ class Loss:
 class Update:
     epochs: Count = 1              # passes over each rollout
     minibatches: Count = 1         # optimizer steps per pass, each on whole groups
+    # draw survivors anew for each pass: its gradient is then unbiased at its own weights, as the first one's
+    redraw: bool = False
     # the learning rate times sqrt(ESS / n), the ratios' effective share of a step's n completions (VCPO)
     rate_by_ess: bool = False
 

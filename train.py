@@ -34,7 +34,7 @@ from torch import Tensor
 import config
 import data
 from advantage import advantage
-from collect import Sampler, Selection, choose, describe_missing, lacks, reward_midpoint, shortage
+from collect import Sampler, Selection, choose, describe_missing, lacks, redraw, reward_midpoint, shortage
 from config import Config, ConfigError
 from eval import EvalSet, Sampling, evaluate, load_sets
 from history import PromptHistory
@@ -123,7 +123,9 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
                 engine.sleep()
             if run.checkpoints.written:
                 run.checkpoints.wait_for_copies()
-            measured = update(learner, batch, step, clock)  # pack, -sum w f A logp, optimizer step
+            redrawn = redraw(rolled, selection, seed)       # of later epochs, if each has its own draw
+            # pack, -sum w f A logp, optimizer step
+            measured = update(learner, batch, step, clock, redrawn)
             for follow in parts.after_update:
                 measured |= follow(learner, rolled, step, clock)
             with clock.phase("sync"):

@@ -4,6 +4,7 @@ Dimension key:  N groups per step,  G completions per group,  C completion token
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -26,9 +27,10 @@ from prune import cut_completions
 from records import Batch, Metrics, PreparedRow, Pruned, Row, lengths
 
 
-def update(learner: Learner, batch: Batch, step: int, clock: Clock) -> Metrics:
+def update(learner: Learner, batch: Batch, step: int, clock: Clock, redrawn: Sequence[Batch] = ()) -> Metrics:
     """Take all optimizer steps of the policy on one rollout, and none before step learner.first.
 
+    `redrawn` are the batches of the later epochs, where each epoch has a draw of its own (update.redraw).
     A mini-batch without any gradient takes no Adam step. That changes Adam's path and not the gradient:
     its mean over the draws stays the full batch's. Raises NotFinite.
     """
@@ -39,26 +41,28 @@ def update(learner: Learner, batch: Batch, step: int, clock: Clock) -> Metrics:
         places = [list(range(batch.offered))]
         if settings.minibatches > 1:
             places = split_prompts(learner.seed, step, batch.offered, settings.minibatches)
-        batches = [minibatch(learner, batch, members) for members in places]
+        batches = [minibatch(learner, drawn, members) for drawn in (batch, *redrawn) for members in places]
         packed = [learner.rows(weighed) for weighed in batches]
     with clock.phase("score"):
-        extra = settings.minibatches > 1 and needs_extra_pass(learner.loss)
-        prepared = [prepare_rows(learner, *pair, extra) for pair in zip(batches, packed, strict=True)]
+        extra, prepared = needs_extra_pass(learner.loss), []
+        for weighed, rows in zip(batches, packed, strict=True):
+            first = len(places) == 1 and not prepared  # its rows meet the policy before it moves
+            prepared.append(prepare_rows(learner, weighed, rows, extra and not first))
     rate = learning_rate(step - first, learner.optim, learner.steps - first)
     sums, norms, rates = PassSums(learner.pack, learner.policy.quadratic), [], []
     not_finite = partial(NotFinite, step=step + 1, records=batch)
     with clock.phase("update"):
-        for epoch in range(settings.epochs):
-            for i, weighed in enumerate(batches):
-                passed = add_gradients(learner, weighed, prepared[i], unmoved=not norms)
-                prepared[i] = [row for row, _ in passed]
-                for row, terms in passed:
-                    sums.add(row, terms, first_pass=epoch == 0)
-                share = effective_share(passed) if settings.rate_by_ess else 1.0
-                rates.append(rate * share ** 0.5)
-                norm = optimizer_step(learner.policy, learner.optimizers, rates[-1], learner.optim.clip_norm,
-                                      sums.sums["loss"], not_finite)
-                norms.append(norm)
+        for turn in range(settings.epochs * len(places)):
+            i = turn % len(batches)  # with one draw for all epochs they meet the same mini-batches
+            passed = add_gradients(learner, batches[i], prepared[i], unmoved=not norms)
+            prepared[i] = [row for row, _ in passed]
+            for row, terms in passed:
+                sums.add(row, terms, first_pass=turn < len(places))
+            share = effective_share(passed) if settings.rate_by_ess else 1.0
+            rates.append(rate * share ** 0.5)
+            norm = optimizer_step(learner.policy, learner.optimizers, rates[-1], learner.optim.clip_norm,
+                                  sums.sums["loss"], not_finite)
+            norms.append(norm)
     measured = sums.metrics(len(norms))
     return measured | {"train/grad_norm": sum(norms) / len(norms), "train/lr": sum(rates) / len(rates)}
 

@@ -80,8 +80,9 @@ OTHERS = {
     "pods": ("cppo", ("prune.completions={kind: pods, keep: 2}", "loss.denominator=kept")),
     "nat": ("grpo", ("prune.tokens={kind: prefix, whole: 0.5}",)),
 }
-# Steps between evaluations, 15 unless named here: an arm that spends much in a step needs them more often.
-EVERY = dict.fromkeys(("grpo", "greso", "dynamic-sampling"), 5)
+EVALUATED = "eval.every=15"
+# The first 15 steps of the six are evaluated every 3 steps too: some spend all of a small budget there.
+AGAIN = (15, 3)
 GRID, TUNING_SEEDS = ("2.5e-5", "5e-5", "1e-4", "2e-4"), (100, 101)
 VALIDATION = "runs/hard_validation.jsonl"  # made anew, always the same
 SEEDS, SOME_SEEDS = range(5), range(3)
@@ -96,8 +97,8 @@ Areas = dict[str, list[float]]       # learning rate -> the area of each run
 def arm(name: str, rate: str, seed: int, data: str | None = None) -> Run:
     """Make a run of the comparison; with `data`, one to choose a rate by."""
     family, settings = OTHERS[name] if name in OTHERS else (name, TUNED[name])
-    every = 15 if data else EVERY.get(name, 15)
-    return Run(name, (*settings, f"eval.every={every}"), rate, seed, family, data)
+    again = AGAIN if name in SIX and not data else (0, 0)
+    return Run(name, (*settings, EVALUATED), rate, seed, family, data, again=again)
 
 
 def kept_arms(rate_of: dict[str, str], seeds: range, results: Path) -> Arms:

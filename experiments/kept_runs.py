@@ -39,6 +39,7 @@ from common import show as show  # noqa: E402
 
 import config  # noqa: E402
 from infra import runfolder  # noqa: E402
+from infra.lines import is_evaluation  # noqa: E402
 from infra.signals import exit_status  # noqa: E402
 from leaves.page.runs import COSTS, LoggedRun  # noqa: E402
 from leaves.page.tables import LEAST_EVALUATIONS, evaluations_within  # noqa: E402
@@ -114,6 +115,7 @@ class Run:
     data: str | None = None    # a file to evaluate on in place of the test problems: the validation split
     recipe: str = RECIPE
     method: str = ""           # the file that brings the method, if it is none of the product's
+    again: tuple[int, int] = (0, 0)  # its first steps to run again, with so many between two evaluations
 
     @property
     def split(self) -> str:
@@ -184,14 +186,21 @@ def keep(run: Run, results: Path, bar: tqdm) -> None:
     bar.set_description(run.name)
     if not is_kept(run, results):
         make(run, results)
+    if any(run.again):
+        evaluate_again(run, results)
     bar.update()
 
 
-def make(run: Run, results: Path) -> None:
+def free_folder(run: Run) -> Path:
     folder = ROOT / "runs" / "measured" / run.name
     if runfolder.state_of(folder)["state"] == "running":
         sys.exit(f"{folder} is a run of another process; the same command goes on when it has ended")
     shutil.rmtree(folder, ignore_errors=True)
+    return folder
+
+
+def make(run: Run, results: Path) -> None:
+    folder = free_folder(run)
     began, before, finite = time.monotonic(), children_seconds(), {}
     try:
         train_once(folder, run.recipe, *run.all_settings, method=run.method)
@@ -204,6 +213,33 @@ def make(run: Run, results: Path) -> None:
     about["wall_seconds"] = round(time.monotonic() - began, 1)
     lines = [kept_of(line) for line in runfolder.read_log(folder / "metrics.jsonl")]
     append(run.name, Record(about, lines), results)
+    shutil.rmtree(folder)
+
+
+def evaluate_again(run: Run, results: Path) -> None:
+    """Run the first steps of a kept run again with more evaluations, and keep these beside its own.
+
+    Raises RuntimeError if the steps do not come out as they are kept.
+    """
+    record, (steps, every) = read(results)[run.name], run.again
+    evaluated = {line["step"] for line in record.lines if is_evaluation(line)}
+    missing = {*range(every, steps + 1, every)} - evaluated
+    if not missing:
+        return
+    folder = free_folder(run)
+    again = (f"steps={steps}", f"eval.every={every}")
+    train_once(folder, run.recipe, *run.all_settings, *again, method=run.method)
+    lines = [kept_of(line) for line in runfolder.read_log(folder / "metrics.jsonl")]
+    kept = {(line["step"], is_evaluation(line)): line for line in record.lines}
+    for line in lines:
+        before = kept.setdefault((line["step"], is_evaluation(line)), line)
+        for key in before.keys() & line.keys():
+            if not key.startswith("time/") and before[key] != line[key]:
+                raise RuntimeError(f"{run.name} comes out otherwise than it is kept: step {line['step']} has "
+                                   f"{key}={line[key]}, and had {before[key]}; run all of it again")
+    ran = {key: describe(run, folder)[key] for key in ("commit", "date", "machine")}
+    about = record.about | {"evaluated_again": ran | {"steps": sorted(missing)}}
+    append(run.name, Record(about, [kept[place] for place in sorted(kept)]), results)
     shutil.rmtree(folder)
 
 

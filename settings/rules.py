@@ -54,6 +54,8 @@ REQUIRES = {
     "loss.trust.kind=clip_sequence": [("prune.tokens.kind", "none", "its ratio is over all tokens")],
     "prune.completions.compare=kept": [
         ("advantage.kind", "group_norm, centred or leave_one_out", "only these compare a group with itself")],
+    "update.redraw=true without prune.tokens.kind=prefix": [
+        ("prune.completions.kind", "bernoulli or pps", "without chance every draw is the same")],
     "rollout.until=full": [("prune.tokens.kind", "none", "pack.budget counts whole completions")],
     "prune.completions.kind=bernoulli or pps": [
         ("loss.denominator", "all", "its weights restore the full batch, not a mean over the kept")],
@@ -106,6 +108,7 @@ def size_rules(cfg: Any) -> Iterator[Rule]:
            f"at least 2 with advantage.kind={cfg.advantage.kind}, which compares completions of one prompt")
     yield ("update.minibatches", N % cfg.update.minibatches == 0,
            f"a divisor of {N} (rollout.prompts_per_step): a mini-batch holds whole groups")
+    yield "update.redraw", not cfg.update.redraw or cfg.update.epochs > 1, "false with one of update.epochs"
     completions, prompts = cfg.prune.completions, cfg.prune.prompts
     yield ("prune.completions.keep", getattr(completions, "keep", 0) <= G,
            f"in 1..{G} (rollout.group_size); to train on all set prune.completions.kind=none")

@@ -9,16 +9,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import as_batch, as_rewards, as_rolled, make_groups, needed, others_slow
+from conftest import as_batch, as_rewards, as_rolled, gradients, make_groups, needed, others_slow
 from outcomes import ADV_NG, EXACT, LENGTHS, REWARD_NG, Step, bias_of_both, by_both, distance, mean_of, outcomes
 from test_objectives import compare
 from torch import Tensor
+from torch.nn import Module
 
 import config
 import update
 from advantage import group_norm
 from collect import Selection, choose
 from config import ConfigError
+from metrics import Clock
 from prune import COMPLETIONS, Candidates, below_mean, drop_bottom, keep_all, keep_largest, thin
 from records import Batch, Group, Pruned, Rewards, lengths
 from settings import kinds, leaves
@@ -47,26 +49,6 @@ def test_the_mean_over_all_outcomes_is_the_full_gradient(pruning, normalize, ord
     step = Step(tiny, tmp_path / "run", f"loss.normalize={normalize}", *settings)
     mean = mean_of(list(outcomes(candidates(normalize), pruning, order)), step.gradient)
     assert distance(mean, step.gradient(keep_all(ADV_NG))) < EXACT
-
-
-def test_a_second_step_on_the_same_draw_is_biased(tiny, tmp_path):
-    """Its weights depend on the draw: the condition that docs/methods.md names under "What unbiased means"."""
-    step, every = Step(tiny, tmp_path / "run"), keep_all(ADV_NG)
-    weights = list(step.learner.policy.parameters())
-    start = [p.detach().clone() for p in weights]
-
-    def error_of_the_second(pruned: Pruned, rate: float) -> Tensor:
-        for p, first in zip(weights, start, strict=True):
-            p.data.copy_(first)
-        step.gradient(pruned)
-        for p in weights:
-            p.data.sub_(p.grad, alpha=rate)
-        return step.gradient(pruned) - step.gradient(every)
-
-    full, drawn = step.gradient(every), list(outcomes(candidates("sequence"), Pps(keep=2)))
-    size = {rate: mean_of(drawn, lambda pruned, rate=rate: error_of_the_second(pruned, rate)).norm() / full.norm()
-            for rate in (0.0, 0.01)}  # of the bias; a first step of rate 0 leaves the second one unbiased
-    assert size[0.0] < EXACT and size[0.01] > 0.01
 
 
 def padded(x_NG: Tensor) -> Tensor:
@@ -224,6 +206,62 @@ def test_at_both_levels_the_mean_is_the_full_gradient_whatever_compares_completi
             return
         step = Step(tiny, tmp_path / "run", PROMPTS, *by_kind(kind))
     assert both_levels(step, monkeypatch, [0, 1]) < EXACT
+
+
+class TwoEpochs:
+    """Real updates of two epochs, the first of them by a step against the gradient."""
+
+    def __init__(self, step: Step, monkeypatch):
+        self.learner, self.gradients = step.learner, []
+        self.weights = [*step.learner.policy.parameters()]
+        self.start = [p.detach().clone() for p in self.weights]
+        monkeypatch.setattr(update, "optimizer_step", self.move)
+
+    def move(self, policy: Module, *_) -> float:
+        self.gradients.append(torch.cat([grad.flatten() for grad in gradients(policy).values()]))
+        for p in self.weights:
+            p.data.sub_(p.grad, alpha=0.05)
+        policy.zero_grad()
+        return 1.0
+
+    def second(self, first: Batch, again: Batch) -> Tensor:
+        """The gradient of the second epoch, which has a draw of its own."""
+        for p, start in zip(self.weights, self.start, strict=True):
+            p.data.copy_(start)
+        self.stopped = update.update(self.learner, first, 0, Clock(), [again])["train/clipped"]
+        return self.gradients.pop()
+
+    def bias(self, draws: list[tuple[float, Batch]], full: Batch) -> tuple[Tensor, Tensor]:
+        """Chances times the error of the second epoch's mean gradient, with a draw of its own and with the first's."""
+        own = same = 0.0
+        for chance, first in draws:
+            exact = self.second(first, full)
+            assert 0 < self.stopped < 1
+            own += chance * sum(other * (self.second(first, again) - exact) for other, again in draws)
+            same += chance * (self.second(first, first) - exact)
+        return own, same
+
+
+def test_an_epoch_with_a_draw_of_its_own_is_unbiased_at_its_weights_and_one_that_reuses_a_draw_is_not(
+        tiny, tmp_path, monkeypatch):
+    """The expected gradient is, at any first draw, that of all completions of the prompts that were rolled out."""
+    step = at_both(tiny, tmp_path / "run", "update={epochs: 2, redraw: true}", "loss.trust={low: 0.01, high: 0.01}",
+                   PROMPTS, completions=BY_SURPRISE)
+    by_prompts: dict[tuple, list] = {}
+    for chance, batch in by_both(step, [0.4, 0.7], compared, monkeypatch):
+        if batch.groups:
+            by_prompts.setdefault(tuple(batch.places), []).append((chance, batch))
+    own = same = 0.0
+    epochs = TwoEpochs(step, monkeypatch)
+    for draws in by_prompts.values():
+        total, (_, batch) = sum(chance for chance, _ in draws), draws[0]
+        every = keep_all(batch.adv_NG)
+        weight_N1 = torch.tensor([[draw.weight] for draw in batch.draws], dtype=torch.float64)
+        full = replace(batch, pruned=replace(every, weight_NG=every.weight_NG * weight_N1))
+        of_own, of_same = epochs.bias([(chance / total, batch) for chance, batch in draws], full)
+        own, same = own + total * of_own, same + total * of_same
+    size = epochs.second(full, full).norm()
+    assert own.norm() / size < EXACT and same.norm() / size > 1e-3
 
 
 def unweighted(batch: Batch) -> Batch:
