@@ -58,7 +58,9 @@ class Data:
     # Winnow's name: your column's name; a dot reaches into a nested column (reward_model.ground_truth).
     # Named sets ignore it.
     columns: dict[Column, str | None] | None = None
-    system_prompt: str | None = None  # put before every question; null: the chat template's own
+    # put before every question; null: the chat template's own. {file: F, field: a.b, sha256: H}: as a release
+    # has it (leaves/released)
+    system_prompt: str | None = None
     chat_template: str | None = None  # a jinja file in place of the model's own; base models have none
     template: dict[str, Any] | None = None  # arguments of the chat template: {enable_thinking: false}
     date: str | None = None        # YYYY-MM-DD that a template may write as today's; null: it gets none
@@ -278,6 +280,7 @@ def load(names: str | Path | list[str], overrides: list[str] = ()) -> Config:
     files = [layer for path in paths for layer in settings.read_layers(path, CONFIGS).values()]
     changes = reduce(settings.merge, [settings.override(text, type_of) for text in overrides], {})
     raw = reduce(settings.merge, [*files, changes], settings.first_kinds(Config))
+    raw = leaves.through("read", raw, raw)
     cfg = build({"out": f"runs/{'_'.join(path.stem for path in paths)}"} | raw)
     own = chain.from_iterable(leaves.stated(cfg, "PATHS"))
     for key in ("reward.custom_file", "data.chat_template", *own):

@@ -186,7 +186,9 @@ class Rewards:
         """Compute the reward: the weighted sum of the components that are not nan; nan if all are."""
         parts_NG = [weight * self.components[name] for name, weight in self.weights.items() if weight]
         none_NG = torch.stack(parts_NG).isnan().all(dim=0)
-        return sum(part_NG.nan_to_num() for part_NG in parts_NG).masked_fill(none_NG, torch.nan)
+        total_NG = sum(part_NG.nan_to_num() for part_NG in parts_NG)
+        # Rewards that differ by the rounding of a sum are equal: such a group is flat and makes no pairs.
+        return total_NG.round(decimals=12).masked_fill(none_NG, torch.nan)
 
     @property
     def compared_NG(self) -> Tensor:

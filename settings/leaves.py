@@ -9,6 +9,7 @@ A leaf is a folder and its line in LEAVES. Its `settings.py`, which imports no t
 
 A hook is a function of the config and a thing, which it returns, changed:
 
+    read        nested dicts of config files, twice, before they become a config
     tokenizer   the Tokenizer, before prompts are rendered
     task        data.Task, before models are loaded
     weights     policy.Weights, by which models come by their weights
@@ -43,6 +44,8 @@ LEAVES = {
     "preflight": [],   # checks before a run; --check
     "page": [],        # the summary of a run, reports, --show
     "trackers": ["log.to", "log.project"],                                 # Weights & Biases, TensorBoard
+    # a system prompt that stands in a file of a release
+    "released": ["data.system_prompt.file", "data.system_prompt.field"],
     "own_rewards": [],  # reward.custom_file: functions of the user's own, which reward.py imports
     "cite": [],         # results of evaluations: --suite, --compare, --rescore
 }
