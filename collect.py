@@ -190,19 +190,19 @@ def shortage(rolled: Rolled, batch: Batch, selection: Selection) -> str:
             f"training on the {groups} groups there are")
 
 
-def choose(rolled: Rolled, selection: Selection, seed: int) -> Batch:
+def choose(rolled: Rolled, selection: Selection, seed: int, epoch: int = 0) -> Batch:
     """Choose the groups to train on and prune their completions. The weights of both levels multiply.
 
-    Raises ConfigError if a completion has no reward though prompts were skipped: the denominator is then
-    unknown.
+    Each epoch of the update may have a draw of its own. Raises ConfigError if a completion has no reward
+    though prompts were skipped: the denominator is then unknown.
     """
     chosen, places, offered = choose_groups(rolled, selection)
+    seed = dist.seed_for(seed, epoch, "epoch") if epoch else seed
     prune = selection.prune
     kept = [draw for draw in rolled.draws if draw.kept]
     draws = [kept[n] for n in chosen]
     groups = [rolled.groups[n] for n in chosen]
-    reward_NG = rolled.rewards.total_NG[chosen]
-    adv_NG = rolled.adv_NG[chosen]
+    reward_NG, adv_NG = rolled.rewards.total_NG[chosen], rolled.adv_NG[chosen]
     G = adv_NG.shape[1]
     if prune.prompts.kind != "none" and not prune.prompts.refills:
         require_rewards(reward_NG, draws, prune.prompts.kind)
@@ -239,12 +239,6 @@ def choose(rolled: Rolled, selection: Selection, seed: int) -> Batch:
     correct_NG = graded_NG[chosen] == 1
     return Batch(draws, groups, reward_NG, correct_NG, adv_NG, pruned, places, offered, seed, tokens,
                  selection.advantage_only)
-
-
-def redraw(rolled: Rolled, selection: Selection, seed: int) -> list[Batch]:
-    """Choose the batches of the epochs after the first; none if all epochs have one draw."""
-    return [choose(rolled, selection, dist.seed_for(seed, epoch, "epoch"))
-            for epoch in range(1, selection.draws)]
 
 
 def choose_groups(rolled: Rolled, selection: Selection) -> tuple[list[int], list[int], int]:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 import config
-from collect import Selection, choose, redraw
+from collect import Selection, choose
 from config import Config, ConfigError
 from infra import dist, runfolder
 from infra.checkpoint import replayable_steps
@@ -230,7 +230,8 @@ def replay(folder: Path, step: int, changes: list[str], draws: int) -> None:
         for name, cfg in configs.items():
             say(f"{name:<11}{cfg.prune.completions}, loss.denominator={cfg.loss.denominator}")
         print_gradients(run.parts.learner, rolled, arms, draws)
-        redrawn = redraw(rolled, Selection.of(own), line["seed"])
+        selection = Selection.of(own)
+        redrawn = [choose(rolled, selection, line["seed"], epoch) for epoch in range(1, selection.draws)]
         again = update(run.parts.learner, batch, step - 1, Clock(), redrawn)
     if "train/grad_norm" not in again:
         say("\nthe policy does not learn in this step")

@@ -34,7 +34,7 @@ from torch import Tensor
 import config
 import data
 from advantage import advantage
-from collect import Sampler, Selection, choose, describe_missing, lacks, redraw, reward_midpoint, shortage
+from collect import Sampler, Selection, choose, describe_missing, lacks, reward_midpoint, shortage
 from config import Config, ConfigError
 from eval import EvalSet, Sampling, evaluate, load_sets
 from history import PromptHistory
@@ -117,13 +117,13 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
                 newest = Rolled(draws, groups, rewards, adv_NG)
                 history.record(newest)
                 rolled += newest
-            batch = choose(rolled, selection, seed)         # survivors and their weights
+            # survivors and their weights, of each epoch if update.redraw asks for it
+            batch, *redrawn = [choose(rolled, selection, seed, epoch) for epoch in range(selection.draws)]
             history.adapt(rolled)
             with clock.phase("sync"):
                 engine.sleep()
             if run.checkpoints.written:
                 run.checkpoints.wait_for_copies()
-            redrawn = redraw(rolled, selection, seed)       # of later epochs, if each has its own draw
             # pack, -sum w f A logp, optimizer step
             measured = update(learner, batch, step, clock, redrawn)
             for follow in parts.after_update:

@@ -44,10 +44,10 @@ def update(learner: Learner, batch: Batch, step: int, clock: Clock, redrawn: Seq
         batches = [minibatch(learner, drawn, members) for drawn in (batch, *redrawn) for members in places]
         packed = [learner.rows(weighed) for weighed in batches]
     with clock.phase("score"):
-        extra, prepared = needs_extra_pass(learner.loss), []
+        extra, prepared = len(batches) > 1 and needs_extra_pass(learner.loss), []
         for weighed, rows in zip(batches, packed, strict=True):
-            first = len(places) == 1 and not prepared  # its rows meet the policy before it moves
-            prepared.append(prepare_rows(learner, weighed, rows, extra and not first))
+            unmoved = len(places) == 1 and not prepared  # its own pass is before the first optimizer step
+            prepared.append(prepare_rows(learner, weighed, rows, extra and not unmoved))
     rate = learning_rate(step - first, learner.optim, learner.steps - first)
     sums, norms, rates = PassSums(learner.pack, learner.policy.quadratic), [], []
     not_finite = partial(NotFinite, step=step + 1, records=batch)

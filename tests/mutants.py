@@ -90,8 +90,11 @@ BUGS = {
         ('pruned, "token", loss.denominator, learner',
          "pruned, loss.normalize, loss.denominator, learner", "objectives"),
         (" * ~batch.reward_NG[members].isnan()", "", "unbiased"),
+        ("turn % len(batches)", "turn % len(places)", "unbiased"),
+        ("extra and not unmoved", "False", "unbiased"),
     ],
     "collect": [
+        ('dist.seed_for(seed, epoch, "epoch") if epoch', "seed if epoch", "collect"),
         ('dist.seed_for(seed, "tokens")', "seed", "nat"),
         ("torch.where(pruned.keep_NG, own_NG, adv_NG)", "own_NG", "prune"),
         ("drawn.weight_NG * weight_N1 * counts_NG", "drawn.weight_NG * counts_NG", "unbiased"),
@@ -140,6 +143,7 @@ BUGS = {
     "verify/workers": [("Finalize(None, stop_workers, exitpriority=1)", "pass", "grade")],
     "records": [
         ("in self.weights.items() if weight]", "in self.weights.items()]", "unbiased"),
+        ("total_NG.round(decimals=12)", "total_NG", "advantage"),
     ],
     "history": [
         ("1.0 if self.adapts else 1 / prob", "1.0", "data"),

@@ -89,6 +89,18 @@ def test_offered_is_one_round_of_all_and_the_first_of_several_offers_what_oversa
     assert rounds == ["iiiieeeeiiii"]
 
 
+def test_each_epoch_has_a_draw_of_its_own_if_asked_for(tmp_path):
+    pruning = "prune.completions={kind: bernoulli, drop_prob: 0.5}"
+    (_, rolled, first, _), = steps(tmp_path, "iiii", 1, pruning)
+    settings = [pruning, "loss.denominator=all", "update.epochs=3"]
+    for redrawn, count in ((False, 1), (True, 3)):
+        cfg = toy_config(tmp_path, *settings, f"update.redraw={str(redrawn).lower()}", name="grpo_toy.yaml")
+        assert Selection.of(cfg).draws == count
+    batches = [choose(rolled, Selection.of(cfg), seed, epoch) for seed in range(10) for epoch in range(3)]
+    assert len({tuple(batch.pruned.keep_NG.flatten().tolist()) for batch in batches}) > 25
+    assert all(batch.groups == first.groups and batch.places == first.places for batch in batches)
+
+
 def test_informative_goes_on_until_enough_differ_and_drops_the_rest(in_order, tmp_path):
     """Rounds of 6 for 4, as released 384 for 256. The first 4 of the 5 found are trained on, as 4 offered; the next
     step goes on behind what was rolled out."""

@@ -144,6 +144,8 @@ NAMED = {
     ("pack.capacity=519", "pack.capacity=519 must be at least 520 tokens, one sequence (data.max_prompt"),
     ("update.minibatches=4", "update.minibatches=4 must be a divisor of 6 (rollout.prompts_per_step)"),
     ("rollout.group_size=1", "rollout.group_size=1 must be at least 2"),
+    ("PPS & update.redraw=true", "update.redraw=True must be false with one of update.epochs"),
+    ("update={epochs: 2, redraw: true}", "kind=none must be bernoulli or pps with update.redraw=True: without chan"),
     ("reward.accuracy=0", "reward.accuracy=0.0 must be other than 0: no other component has"),
     ("loss.trust.dual=1.1", "loss.trust.dual=1.1 must be above 1 + loss.trust.high"),
     ("loss.kl_corrected=true", "loss.kl_corrected=True must be left out, or false, unless loss.kl: at 0 there"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import as_rewards
 
-from advantage import ESTIMATORS, advantage, centred, decoupled, group_norm, leave_one_out, shrinkage
+from advantage import ESTIMATORS, advantage, centred, decoupled, flat_groups, group_norm, leave_one_out, shrinkage
 from records import Rewards
 from settings.kinds import Centred
 
@@ -78,6 +78,14 @@ def test_shrinkage_is_the_papers_baseline_and_reads_no_reward_of_its_own():
     assert shrinkage(flat)[0, 0] > 0 > shrinkage(flat)[2, 0]
     torch.testing.assert_close(shrinkage(flat[1:2]), leave_one_out(flat[1:2]))  # one prompt alone
     assert not shrinkage(torch.ones(3, 2, dtype=torch.float64)).any()
+
+
+def test_rewards_that_only_the_rounding_of_their_sum_tells_apart_are_equal():
+    """0.1 + 0.2 and 0.3: of two components of one completion, and of one of another."""
+    parts = {"a": [[1, 0, 1, 0]], "b": [[1, 0, 1, 0]], "c": [[0, 1, 0, 1]]}
+    total_NG = rewards(parts, {"a": 0.1, "b": 0.2, "c": 0.3}).total_NG
+    assert flat_groups(total_NG).all() and not group_norm(total_NG, 1, 1e-4).any()
+    assert rewards({"a": [[1, 1 - 1e-9]]}, {"a": 0.1}).total_NG.unique().numel() == 2
 
 
 @pytest.mark.parametrize("correction", [0, 1])
