@@ -39,6 +39,7 @@ from estimators import (
     all_draws,
     compare,
     gradients,
+    second_epoch_bias,
 )
 from torch import Tensor
 
@@ -346,6 +347,12 @@ def tables() -> dict[str, list[str]]:
     computed = {"Problem": problem_table()}
     for title, rows in TABLES.items():
         computed[title] = table_of(rows)
+    body = []
+    for name in ("bernoulli", "pps", "pps of the step"):
+        chosen = Estimator(completions=name)
+        biases = [second_epoch_bias(problem_of("main"), chosen, redrawn) for redrawn in (False, True)]
+        body.append([name, *map(bias_text, biases)])
+    computed["Second epochs"] = markdown(["bias at its own weights", "with the first draw", "redrawn"], body)
     return computed
 
 

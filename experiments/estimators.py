@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from enumeration import MAX_LEN, Problem, Steps, all_steps, lengths_of, reward_of
+from enumeration import MAX_LEN, OWN, THETA, TREES, Problem, Steps, all_steps, lengths_of, policy, reward_of
 from torch import Tensor
 
 from advantage import advantage
@@ -337,16 +337,49 @@ def pulls(problem: Problem, trust: str, behind: str) -> Tensor:
     return torch.stack(by_sign, dim=2)
 
 
-def gradients(problem: Problem, drawn: Drawn, chosen: Estimator) -> Tensor:
-    """Compute the gradient of every step, [R, P]: the sum of w f A grad logp, as loss.py has it."""
+def factors(problem: Problem, drawn: Drawn, chosen: Estimator) -> Tensor:
+    """Compute w A of every completion, [R, N, G], as loss.py has it."""
     def weigh(len_NG: Tensor, keep_NG: Tensor, weight_NG: Tensor) -> Tensor:
         pruned = Pruned(keep_NG, weight_NG, weight_NG)
         offered = len(len_NG)
         return token_weight(len_NG, pruned, chosen.normalize, chosen.denominator, MAX_LEN, offered)
 
     len_RNG = lengths_of(problem, drawn.steps)
-    weight_RNG = torch.vmap(weigh)(len_RNG, drawn.keep_RNG, drawn.weight_RNG)
+    return drawn.adv_RNG * torch.vmap(weigh)(len_RNG, drawn.keep_RNG, drawn.weight_RNG)
+
+
+def gradients(problem: Problem, drawn: Drawn, chosen: Estimator) -> Tensor:
+    """Compute the gradient of every step, [R, P]: the sum of w f A grad logp."""
     pull_RNG3P = drawn.steps.look_up(pulls(problem, chosen.trust, chosen.behind))
     sign_RNG = drawn.adv_RNG.sign().long() + 1
     pull_RNGP = pull_RNG3P.take_along_dim(sign_RNG[..., None, None], dim=3).squeeze(3)
-    return torch.einsum("rng,rngp->rp", weight_RNG * drawn.adv_RNG, pull_RNGP)
+    return torch.einsum("rng,rngp->rp", factors(problem, drawn, chosen), pull_RNGP)
+
+
+RATE = 5.0  # of a step along the gradient, whose norm is 0.17 here in the mean
+
+
+def second_epoch_bias(problem: Problem, chosen: Estimator, redrawn: bool) -> float:
+    """Compute how far the mean gradient of a second epoch is off the full batch's at the same weights, over
+    its norm. The first epoch has taken a step of RATE; tokens have their ratios to the policy before it.
+    """
+    drawn = all_draws(problem, chosen)
+    chance_R = drawn.steps.chance_S
+    factor_RNG = factors(problem, drawn, chosen)
+    everything = drawn._replace(keep_RNG=drawn.steps.there_SNG, weight_RNG=torch.ones_like(factor_RNG))
+    full_RNG = factors(problem, everything, chosen)
+    theta_RP = THETA + RATE * gradients(problem, drawn, chosen)
+    logit_RQP = theta_RP[:, None] + OWN
+    logp_QKL, score_QKLP = policy(TREES["unequal"], logit_RQP.flatten(end_dim=1))  # a prompt Q for each of R
+    ratio_QKL = (logp_QKL - problem.logp_QKL.repeat(len(theta_RP), 1, 1)).exp()
+    pull_QKP = torch.einsum("qkl,qklp->qkp", ratio_QKL, score_QKLP)
+    first_R11 = len(OWN) * torch.arange(len(theta_RP))[:, None, None]
+    pull_RNGP = pull_QKP[drawn.steps.prompt_SN[..., None] + first_R11, drawn.steps.id_SNG]
+    if redrawn:  # the mean over all outcomes of another draw on the same step
+        by_step = factor_RNG.new_zeros(int(drawn.of_R.max()) + 1, *factor_RNG.shape[1:])
+        chances = by_step[:, 0, 0].index_add(0, drawn.of_R, chance_R)
+        weighed_RNG = chance_R[:, None, None] * factor_RNG
+        factor_RNG = (by_step.index_add(0, drawn.of_R, weighed_RNG) / chances[:, None, None])[drawn.of_R]
+    mean_P, full_P = (torch.einsum("r,rng,rngp->p", chance_R, factor, pull_RNGP)
+                      for factor in (factor_RNG, full_RNG))
+    return ((mean_P - full_P).norm() / full_P.norm()).item()

@@ -78,6 +78,13 @@ def test_an_unbiased_pruner_keeps_the_bias_of_what_it_prunes(kind):
         assert (pruned["bias"], pruned["scale"]) == pytest.approx((full["bias"], full["scale"]), abs=1e-12)
 
 
+def test_a_second_epoch_is_unbiased_if_it_has_a_draw_of_its_own():
+    for name in ("bernoulli", "pps", "pps of the step"):
+        same, own = (estimators.second_epoch_bias(problem_of("main"), Estimator(completions=name), redrawn)
+                     for redrawn in (False, True))
+        assert own < EXACT and same > 5e-3
+
+
 @pytest.mark.parametrize("name", [*REGIONS, *CONTROLS])
 def test_on_policy_every_trust_region_is_1(name):
     problem = problem_of("main")
