@@ -98,6 +98,7 @@ ARMS = {
     "grpo-4-steps": Arm(FOUR_STEPS),
     "cppo": Arm(("prune.completions={kind: topk, keep: 2}", "loss.denominator=kept")),
     "pps": Arm(("prune.completions={kind: pps, keep: 2, scope: batch, by_cost: true}",)),
+    "pps-adv": Arm(("prune.completions={kind: pps, keep: 2, scope: batch, by_cost: true, size: adv}",)),
     "otb": Arm(method="otb"),
     "otb-released": Arm(method="otb_released"),
     "shrinkage": Arm(("advantage={kind: shrinkage}",)),
@@ -161,6 +162,7 @@ CLAIMS = (
     Claim(11, "a fifth of the tokens teaches as much as all", "forks", "grpo", "steps", -2.0),
     Claim(11, "... and more", "forks", "grpo", "steps"),
     Claim(12, "SAPO teaches more than a clip", "sapo", "grpo-4-steps", "steps"),
+    Claim(13, "surprise teaches more than |A| / sqrt(cost)", "pps", "pps-adv", "trained tokens"),
 )
 # First steps of an arm that are evaluated more often, and how often: over tokens three evaluations must lie
 # within a budget that the other arm sets. GRPO trains in 14 steps on as many tokens as PPS in 60.

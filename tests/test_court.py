@@ -400,7 +400,7 @@ def test_every_arm_is_a_config_and_every_claim_is_about_two_of_them(every_method
         assert settings["rollout.group_size"] * settings["rollout.prompts_per_step"] * settings["steps"] == 64 * 60
         rate = court.chosen_rate(name, court.RESULTS)  # what is kept is what the arms of today would run
         assert all(is_kept(court.run_of(name, arm, rate, seed), court.RESULTS) for seed in (0, 4)), name
-    assert {claim.number for claim in court.CLAIMS} == set(range(1, 13))
+    assert {claim.number for claim in court.CLAIMS} == set(range(1, 14))
     assert {of for claim in court.CLAIMS for of in (claim.arm, claim.other)} <= court.ARMS.keys()
     assert {claim.cost for claim in court.CLAIMS} <= court.COSTS.keys()
 

@@ -1,7 +1,8 @@
 """Train on the fifth of the tokens with the highest entropy (arXiv:2506.01939, "80/20").
 
-The entropy is that of the policy before the update, over the vocabulary. The fifth is a row's: with a
-pack.capacity that holds all tokens of a step, the step's. Denominators stay those of all tokens.
+The entropy is that of the policy before the update, over the vocabulary. The fifth is a row's, and rows hold
+the completions that have a gradient: in the kept runs two thirds of a step's tokens. Denominators stay those
+of all tokens.
 """
 
 from collections.abc import Sequence
