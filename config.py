@@ -185,8 +185,7 @@ class Update:
     minibatches: Count = 1         # optimizer steps per pass, each on whole groups
     # draw survivors anew for each pass: its gradient is then unbiased at its own weights, as the first one's
     redraw: bool = False
-    # the learning rate times sqrt(ESS / n), the ratios' effective share of the n completions of an optimizer step
-    # (VCPO)
+    # the learning rate times sqrt(ESS / n), the effective share of an optimizer step's n completions (VCPO)
     rate_by_ess: bool = False
 
 

@@ -1,10 +1,4 @@
-"""Read a system prompt from where a release has it, so that no config repeats its words.
-
-    data:
-      system_prompt: {file: ../CPPO/recipes/math/eval.yaml, field: system_prompt, sha256: 275b6e90...}
-
-The run's config.yaml holds the text in place of the section: a resume or an evaluation needs no checkout.
-"""
+"""Read a system prompt from where a release has it, so that no config repeats its words."""
 
 import ast
 import hashlib
