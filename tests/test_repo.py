@@ -63,7 +63,7 @@ def test_every_setting_is_read_somewhere():
 
 def test_messages_name_only_real_settings():
     """Anything that looks like section.setting in a text of the code or on a page is one."""
-    known = {*leaves(), *loader.RENAMED, "data.system_prompt.file"}
+    known = {*leaves(), *loader.RENAMED, "data.system_prompt.file", "data.system_prompt.field"}
     names = {key.split(".")[0] for key in known if "." in key}
     partial = {key.rsplit(".", i)[0] for key in known for i in (1, 2)}
     attributes = {path.name for path in FILES.values()}  # and what a file of that name defines
