@@ -20,13 +20,12 @@ from itertools import cycle
 
 import config
 from config import Config, ConfigError
-from data import Tokenizer
 from eval import load_sets
 from infra import dist
 from infra.checkpoint import original_model, step_folders
 from infra.device import engine_spec, find_device, fit_engine
 from infra.signals import exit_status
-from infra.tokenizer import as_messages
+from infra.tokenizer import Tokenizer, as_messages
 from infra.weights import find_model, read_shape
 from policy import weights_of
 from records import Problem, Prompt, Request

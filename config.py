@@ -253,7 +253,8 @@ def has_reference(cfg: Config) -> bool:
 
 def with_leaves(names: Iterable[str]) -> type:
     """Return Config with the kinds, sections and settings of these leaves."""
-    return settings.extended(Config, leaves.additions(names))
+    added = (leaves.settings_of(leaf).CHOICES.items() for leaf in names)
+    return settings.extended(Config, tuple(chain.from_iterable(added)))
 
 
 def type_of(raw: dict) -> type:

@@ -217,7 +217,7 @@ def engine_weight(old_logp_C: Tensor, engine_logp_C: Tensor, segment_C: Tensor, 
 def segment_sum(x_C: Tensor, segment_C: Tensor) -> Tensor:
     """Sum x over the tokens of each completion, [S]."""
     count = int(segment_C.max()) + 1
-    return torch.zeros(count, dtype=x_C.dtype, device=x_C.device).index_add(0, segment_C, x_C)
+    return x_C.new_zeros(count).index_add(0, segment_C, x_C)
 
 
 def segment_mean(x_C: Tensor, segment_C: Tensor) -> Tensor:

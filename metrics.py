@@ -6,7 +6,6 @@ Dimension key:  N groups,  G completions per group,  C completion tokens of one 
 import hashlib
 import math
 import resource
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +18,6 @@ from torch import Tensor
 from advantage import flat_groups, has_comparison
 from config import Pack
 from infra import dist
-from infra.device import local_processes
 from loss import RowLoss
 from pack import row_cost
 from records import Batch, Metrics, PreparedRow, Rolled, pending, plain
@@ -255,18 +253,10 @@ def used_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free
-    unit = 1 if sys.platform == "darwin" else 1024
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def memory_metrics(device: torch.device, engine: object) -> Metrics:
     """Measure the most memory of a GPU, or else of a process, that was in use so far. Collective."""
     held = max(used_bytes(device), getattr(engine, "peak_bytes", 0))
     return {"memory/peak_gib": dist.max_over_ranks(held) / 2**30}
-
-
-def fullest(bytes_here: float, device: torch.device) -> float:
-    """Return the bytes of the fullest rank, or of all ranks of a CPU machine, which share its memory.
-    Collective."""
-    ranks = 1 if device.type == "cuda" else local_processes()
-    return ranks * dist.max_over_ranks(bytes_here)

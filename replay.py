@@ -36,8 +36,9 @@ import config
 from collect import Selection, choose
 from config import Config, ConfigError
 from infra import dist, runfolder
-from infra.checkpoint import replayable_steps
+from infra.checkpoint import step_folders, step_of
 from infra.device import find_device
+from infra.digests import read_list
 from infra.dist import say
 from infra.lines import read_log, read_metrics
 from infra.signals import exit_status
@@ -82,7 +83,9 @@ def read_step(folder: Path, step: int) -> tuple[dict, dict]:
     decided = {line["step"]: line for line in read_log(folder / "decisions.jsonl")}
     if step not in decided:
         raise ConfigError(f"--step {step}: {folder} has done {max(decided, default=0)} steps")
-    able = replayable_steps(folder, max(decided))
+    # The policy is there before the first step, and in each checkpoint that has its list of files.
+    whole = [step_of(path.name) for path in step_folders(folder / "checkpoints") if read_list(path)]
+    able = [before + 1 for before in (0, *whole) if before < max(decided)]
     if step not in able:
         raise ConfigError(
             f"--step {step} needs the policy before it, checkpoints/step_{step - 1:06d}, which {folder} does "

@@ -29,7 +29,7 @@ from markupsafe import Markup
 from config import ConfigError
 from infra import runfolder
 from infra.figures import align
-from infra.lines import replace
+from infra.lines import is_evaluation, replace
 from infra.signals import exit_status
 from leaves.page.card import push, write_card
 from leaves.page.charts import draw_sections
@@ -75,7 +75,8 @@ def remarks_on(run: LoggedRun) -> list[str]:
     """Say why a run is left out of the tables, and which steps its log lacks."""
     said = [] if run.finished else [f"{run.folder} is left out of the tables: {run.state['state']} after "
                                     f"{run.steps_done} of {run.settings['steps']} steps."]
-    if missing := runfolder.missing_steps(run.lines, run.steps_done):
+    logged = {line["step"] for line in run.lines if not is_evaluation(line)}
+    if missing := sorted({*range(1, run.steps_done + 1)} - logged):
         said.append(f"{run.folder}/metrics.jsonl lacks the steps {SHORT.repr(missing)}: its costs are too "
                     "low.")
     return said

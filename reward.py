@@ -10,7 +10,6 @@ called by leaves/own_rewards. A component that is nan for a completion adds noth
 import math
 import re
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 
@@ -18,9 +17,8 @@ from config import NEED_ANSWER, Reward
 from infra.terminal import new_parser
 from records import Problem, Prompt, frozen
 from settings import leaves
-from verify.errors import VerifyError
 from verify.extract import NUMBER, last_boxed, last_tag, until_end
-from verify.grade import VERIFY_SECONDS, grade
+from verify.grade import grade
 from verify.number import number
 
 
@@ -175,27 +173,11 @@ def reward_range(weights: dict[str, float]) -> tuple[float, float]:
 
 
 def main() -> int:
-    from verify.cases import count_outcomes, read_cases  # of this command alone
+    from verify.cases import grade_cases  # of this command alone
 
     parser = new_parser(__doc__)
     parser.add_argument("--cases", type=Path, required=True, help="labelled completions, in JSON lines")
-    try:
-        cases = read_cases(parser.parse_args().cases)
-    except VerifyError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    start = time.perf_counter()
-    grades = grade([(case["gold"], case["completion"]) for case in cases])
-    seconds = time.perf_counter() - start
-    counts = count_outcomes(cases, grades)
-    print(f"{'category':<24} {'cases':>6} {'accuracy':>9} {'false positives':>16} {'false negatives':>16}")
-    for name, outcomes in counts:
-        fraction_right = (outcomes["true positive"] + outcomes["true negative"]) / outcomes.total()
-        print(f"{name:<24} {outcomes.total():>6} {fraction_right:>9.1%} {outcomes['false positive']:>16} "
-              f"{outcomes['false negative']:>16}")
-    killed = sum(graded["verdict"] == "timed_out" for graded in grades)
-    print(f"{len(cases)} cases in {seconds:.1f} s; {killed} took more than {VERIFY_SECONDS:g} s: wrong")
-    return 0
+    return grade_cases(parser.parse_args().cases)
 
 
 if __name__ == "__main__":

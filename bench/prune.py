@@ -46,7 +46,7 @@ from records import Batch, Group, PromptDraw, Pruned, Rewards
 from settings import kinds
 from settings.kinds import Completions, Prompts, TopK
 from update import add_gradient, minibatch, prepare_rows
-from verify.statistics import half_width
+from verify.paired import half_width
 
 # task -> its config, and after how many steps it is looked at
 TASKS = {"toy": ("grpo_toy.yaml", {"early": 3, "late": 8}),

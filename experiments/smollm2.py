@@ -11,10 +11,12 @@ no method is said to be better than another. The report of the runs has their to
 """
 
 import json
+import math
 import operator
 import re
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import gguf_model
 import numpy as np
@@ -24,8 +26,8 @@ from tqdm import tqdm
 
 import config
 import report
-from verify.paired import mcnemar, paired_interval
-from verify.statistics import mean, wilson
+from verify.paired import paired_interval
+from verify.statistics import wilson
 
 CONFIG = "experiments/smollm2.yaml"
 METHODS = {
@@ -47,6 +49,13 @@ def train(out: Path, method: str, steps: int | None) -> Path:
                 f"data.eval={out / 'validation.jsonl'}"]
     settings += [f"steps={steps}"] if steps else []
     return train_once(out / method.partition(",")[0].lower(), CONFIG, *settings, resume=True)
+
+
+def mcnemar(only_first: int, only_second: int) -> float:
+    """Compute the p-value of McNemar's exact test: the chance of so uneven a split if both are as good."""
+    count = only_first + only_second
+    tail = sum(math.comb(count, i) for i in range(min(only_first, only_second) + 1))
+    return min(1.0, 2 * tail / 2 ** count)
 
 
 def answered(model: Path, problems: Path, out: Path) -> list[dict]:
@@ -109,9 +118,9 @@ def form_table(results: Answers) -> list[str]:
     rows = []
     for name, problems in results.items():
         responses = [problem["responses"][0] for problem in problems]
-        tokens = mean(response["tokens"] for response in responses)
-        cut = mean(not response["finished"] for response in responses)
-        marked = mean(response["verdict"] != "unparsed" for response in responses)
+        tokens = fmean(response["tokens"] for response in responses)
+        cut = fmean(not response["finished"] for response in responses)
+        marked = fmean(response["verdict"] != "unparsed" for response in responses)
         true = [holds for _, holds in equations(problems)]
         rows.append([name, f"{tokens:.1f}", f"{cut:.1%}", f"{marked:.1%}", of_all(true)])
     return table(["form", "tokens", "cut off", "with a marked answer", "equations that are true"], rows)

@@ -272,13 +272,6 @@ def how_to_go_on(run: Path) -> str:
     return "--resume auto begins it again, since no checkpoint is there"
 
 
-def replayable_steps(run: Path, last: int) -> list[int]:
-    """List the steps up to `last` that can be replayed: the first, and each after a checkpoint with its list
-    of files."""
-    whole = [step_of(path.name) for path in step_folders(run / "checkpoints") if read_list(path)]
-    return [step + 1 for step in (0, *whole) if step < last]
-
-
 def newest_checkpoints(folder: Path) -> list[Path]:
     """List the checkpoint that `latest` names and those before it, and then all others, the newest first.
     Say so if it names another one than the newest."""
@@ -313,6 +306,8 @@ def read_extra(path: str | Path) -> dict:
     if is_checkpoint(step):
         require_whole(step)
         return torch.load(step / "extra.pt", weights_only=True)
+    if (step / "config.json").is_file():  # a model, wherever it lies
+        return {}
     for steps in (step / "checkpoints", step, step.parent):
         if steps.name == "checkpoints" and steps.is_dir():
             models = (*step_folders(steps), *filter(Path.is_dir, [steps.parent / "hf"]))

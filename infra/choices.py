@@ -106,10 +106,6 @@ def settings_to_save(cfg: Config, asked: Config) -> dict:
     return flatten(cfg) | {REQUESTED: {"rollout.slots": asked.rollout.slots}}
 
 
-def with_rows(cfg: Config, how: str, capacity: int) -> Config:
-    return with_value(with_value(cfg, "model.checkpoint_blocks", how), "pack.capacity", capacity)
-
-
 def longest_sampled(cfg: Config) -> int:
     """Return the tokens of the longest sequence that the engine samples."""
     return max(cfg.longest, cfg.data.max_prompt_tokens + cfg.eval.max_new_tokens)

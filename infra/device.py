@@ -37,7 +37,7 @@ def find_device(wanted: str) -> torch.device:
     if wanted == "cpu":
         return torch.device("cpu")
     allocator = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    if not any(name in os.environ for name in allocator):
+    if os.environ.keys().isdisjoint(allocator):
         # Rows differ in size, and fixed segments would fragment over hours.
         os.environ[allocator[0]] = "expandable_segments:True"
     devices, processes = torch.cuda.device_count(), local_processes()

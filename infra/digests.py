@@ -25,8 +25,7 @@ def list_files(step: Path, rank: int) -> Files:
     """Return size and digest of the files that a rank has written."""
     files = [path for path in sorted(step.rglob("*")) if path.is_file() and path != step / LIST]
     names = [str(path.relative_to(step)) for path in files]
-    return {name: [(step / name).stat().st_size, hash_file(step / name)]
-            for name in names if writing_rank(name) == rank}
+    return {name: size_and_hash(step / name) for name in names if writing_rank(name) == rank}
 
 
 def format_list(files: Files) -> str:
@@ -51,7 +50,7 @@ def find_changed(step: Path, names: Iterable[str]) -> str:
         return "files.json, which lists the files, is missing or damaged"
     for name in names:
         try:
-            found = [(step / name).stat().st_size, hash_file(step / name)]
+            found = size_and_hash(step / name)
         except OSError as error:  # of a disk that is going, too
             return f"{name} cannot be read: {error}"
         if found != files[name]:
@@ -63,6 +62,11 @@ def find_changed(step: Path, names: Iterable[str]) -> str:
 def sha256(*values: object) -> str:
     """Hash values as JSON; other types are hashed as their str()."""
     return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()
+
+
+def size_and_hash(path: Path) -> list:
+    """Return the bytes of a file, and its digest, as files.json has them."""
+    return [path.stat().st_size, hash_file(path)]
 
 
 def hash_file(path: Path) -> str:

@@ -3,8 +3,10 @@
 Dimension key:  N problems.
 """
 
+from statistics import fmean
+
 from settings.loader import ConfigError
-from verify.statistics import bounded_interval, majority_at, mean, pass_at, vote, wilson
+from verify.statistics import bounded_interval, majority_at, pass_at, vote, wilson
 
 Results = dict[str, dict]  # the summary of each set, or the result of each model
 Bounds = tuple[float, float]
@@ -21,8 +23,8 @@ def summarise(problems: list[dict], sizes: list[int] | None = None, bounds: Boun
     """
     n = len(problems[0]["responses"])
     responses = [response for problem in problems for response in problem["responses"]]
-    result = {"n": n, "groups": {}, "length": mean(r["tokens"] for r in responses),
-              "truncated": mean(not r["finished"] for r in responses)}
+    result = {"n": n, "groups": {}, "length": fmean(r["tokens"] for r in responses),
+              "truncated": fmean(not r["finished"] for r in responses)}
     scored = [p for p in problems if bounds and mean_reward(p["responses"]) is not None]
     if scored:
         value_N = [mean_reward(p["responses"]) for p in scored]
@@ -51,7 +53,7 @@ def mean_figures(value_N: list[float], n: int, bounds: Bounds | None) -> dict:
     problem (avg@n), with its interval."""
     kind = "reward" if bounds else "accuracy"
     ends = bounded_interval(value_N, *bounds) if bounds else wilson(value_N, n)
-    return {kind: mean(value_N), "count": len(value_N)} | dict(zip(SCORES[kind], ends, strict=True))
+    return {kind: fmean(value_N), "count": len(value_N)} | dict(zip(SCORES[kind], ends, strict=True))
 
 
 def summarise_verdicts(problems: list[dict], responses: list[dict], sizes: list[int] | None) -> dict:
@@ -66,10 +68,10 @@ def summarise_verdicts(problems: list[dict], responses: list[dict], sizes: list[
     right_N = list(map(count_right, problems))
     votes_N = [list(map(vote, problem["responses"])) for problem in problems]
     return {
-        **{key: mean(r[key] for r in responses) for key in ("lenient", "last_number")},
-        "pass": {str(k): mean(pass_at(k, right, n) for right in right_N) for k in sizes},
-        "majority": {str(k): mean(majority_at(k, votes) for votes in votes_N) for k in sizes},
-        **{key: mean(r["verdict"] == key for r in responses) for key in ("unparsed", "timed_out")}}
+        **{key: fmean(r[key] for r in responses) for key in ("lenient", "last_number")},
+        "pass": {str(k): fmean(pass_at(k, right, n) for right in right_N) for k in sizes},
+        "majority": {str(k): fmean(majority_at(k, votes) for votes in votes_N) for k in sizes},
+        **{key: fmean(r["verdict"] == key for r in responses) for key in ("unparsed", "timed_out")}}
 
 
 def require_sizes(sizes: list[int] | None, n: int) -> None:
@@ -86,7 +88,7 @@ def count_right(problem: dict) -> int:
 def mean_reward(responses: list[dict]) -> float | None:
     """Average the rewards of responses; None where none has one."""
     rewards = [response["reward"] for response in responses if response["reward"] is not None]
-    return mean(rewards) if rewards else None
+    return fmean(rewards) if rewards else None
 
 
 # ---- tables

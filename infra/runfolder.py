@@ -32,13 +32,12 @@ from tqdm import tqdm
 
 import config
 from config import Config, ConfigError, Reward
-from infra.digests import hash_file
+from infra.digests import size_and_hash
 from infra.figures import SCORES, score_text
 from infra.lines import (
     append,
     blame_file,
     flush,
-    is_evaluation,
     read_log,
     replace,
     rewrite_log,
@@ -176,12 +175,12 @@ def require_same_files(folder: Path, texts: Texts) -> None:
 
 def files_of(reward: Reward, tokenizer: Tokenizer) -> Texts:
     """Return the texts of COPIES, as they were read."""
-    source = None
+    files = {"reward.custom_file": None}
     if reward.functions:
         from infra.user_files import read_file
 
         source = read_file(reward.custom_file, "reward.custom_file")
-    files = {"reward.custom_file": source and source.text} | dict(source.helpers if source else {})
+        files = {"reward.custom_file": source.text} | dict(source.helpers)
     return files | tokenizer.own_files
 
 
@@ -225,12 +224,6 @@ def state_of(folder: Path) -> dict:
         return {"state": "running"}
     lines = read_log(folder / "state.json")
     return {"state": lines[0]["state"], **lines[0]} if lines else {"state": "died"}
-
-
-def missing_steps(lines: list[dict], last: int) -> list[int]:
-    """List the steps up to `last` that no line of metrics.jsonl has."""
-    done = {line["step"] for line in lines if not is_evaluation(line)}
-    return sorted({*range(1, last + 1)} - done)
 
 
 def evaluations(folder: Path) -> dict[int, Path]:
@@ -353,7 +346,7 @@ class RunLog:
         paths, sealed = [self.folder / name for name in (*LOGS, SOFT_VALUES)], {}
         for path in (*filter(Path.is_file, paths), *evaluations(self.folder).values()):
             flush(path)
-            sealed[path.name] = [path.stat().st_size, hash_file(path)]
+            sealed[path.name] = size_and_hash(path)
         return {"logs": sealed}
 
     def require_logs(self, step: int, sealed: dict[str, list]) -> None:

@@ -22,7 +22,6 @@ A hook is a function of the config and a thing, which it returns, changed:
     watch       infra.runfolder.RunLog, on the rank that writes the run folder
 """
 
-from collections.abc import Iterable
 from dataclasses import MISSING
 from importlib import import_module
 from types import ModuleType
@@ -74,11 +73,6 @@ def chosen(settings: Any) -> list[str]:
         place, _, kind = choice.partition("=")
         return look_up(settings, f"{place}.kind") == kind if kind else look_up(settings, place) is not MISSING
     return [leaf for leaf, choices in LEAVES.items() if not choices or any(map(is_named, choices))]
-
-
-def additions(leaves: Iterable[str]) -> tuple[tuple[str, Any], ...]:
-    """List the kinds, sections and settings that leaves add to a config, with their types."""
-    return tuple(pair for leaf in leaves for pair in settings_of(leaf).CHOICES.items())
 
 
 def stated(cfg: Any, name: str) -> list[Any]:

@@ -88,11 +88,12 @@ class Loader(yaml.SafeLoader):
         return self.DEFAULT_SCALAR_TAG if octal_or_base_60 or tag.endswith(":timestamp") else tag
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [key.value for key, _ in node.value]
-        for place, (key, _) in enumerate(node.value):
-            if key.value in keys[:place]:
+        keys = []
+        for key, _ in node.value:
+            if key.value in keys:
                 raise yaml.constructor.ConstructorError(
                     problem=f"'{key.value}' is given twice", problem_mark=key.start_mark)
+            keys.append(key.value)
         return super().construct_mapping(node, deep)
 
 

@@ -221,6 +221,8 @@ def test_the_newest_is_found_without_a_pointer_and_among_files_that_others_leave
     (tmp_path / "latest").unlink()
     assert find(tmp_path)[1]["step"] == 2
     assert find(tmp_path / "none") is None
+    model = shutil.copytree(TOY, tmp_path / "checkpoints" / "model")  # whose folder has the name of a run's
+    assert checkpoint.original_model(model) == model
 
 
 @pytest.mark.parametrize("target", [(checkpoint.os, "replace"), (checkpoint, "format_list")], ids=["pointer", "list"])

@@ -192,3 +192,9 @@ def test_the_tables_tell_both_readings_by_level():
     product = answers([(True, True)])[0] | {"level": "3", "question": "4 boxes hold 3 pens each.", "gold": "12"}
     assert smollm2.sign_table({"before": [problem, less, product]})[2] == (
         "| before | 1 of 1 [21, 100] | 0 of 1 [0, 79] | 1 of 1 [21, 100] | 0 of 1 [0, 79] | 1 of 1 [21, 100] |")
+
+
+@pytest.mark.parametrize(("first", "second", "p"), [(0, 0, 1), (5, 5, 1), (0, 6, 2 / 64), (1, 8, 20 / 512),
+                                                    (10, 2, 158 / 4096)])
+def test_mcnemar_by_hand(first, second, p):
+    assert smollm2.mcnemar(first, second) == smollm2.mcnemar(second, first) == pytest.approx(p)

@@ -1,12 +1,36 @@
 """Measure the verifier on labelled cases: how often it is right, and which cases it gets wrong."""
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
+from time import perf_counter
 
 from verify.errors import VerifyError
+from verify.grade import VERIFY_SECONDS, grade
 
 CASE = {"gold": str, "completion": str, "correct": bool, "category": str}
+
+
+def grade_cases(path: Path) -> int:
+    """Grade labelled completions, and print how often the verifier is right. Returns the exit status."""
+    try:
+        cases = read_cases(path)
+    except VerifyError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    start = perf_counter()
+    grades = grade([(case["gold"], case["completion"]) for case in cases])
+    seconds = perf_counter() - start
+    counts = count_outcomes(cases, grades)
+    print(f"{'category':<24} {'cases':>6} {'accuracy':>9} {'false positives':>16} {'false negatives':>16}")
+    for name, outcomes in counts:
+        fraction_right = (outcomes["true positive"] + outcomes["true negative"]) / outcomes.total()
+        print(f"{name:<24} {outcomes.total():>6} {fraction_right:>9.1%} {outcomes['false positive']:>16} "
+              f"{outcomes['false negative']:>16}")
+    killed = sum(graded["verdict"] == "timed_out" for graded in grades)
+    print(f"{len(cases)} cases in {seconds:.1f} s; {killed} took more than {VERIFY_SECONDS:g} s: wrong")
+    return 0
 
 
 def read_cases(path: Path) -> list[dict]:

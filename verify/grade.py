@@ -82,12 +82,6 @@ def finish_verdict(verdict: str | Call) -> str | bool:
         return "unparsed"
 
 
-def first_equal(golds: list[str], answer: str) -> str | None:
-    """Return the first gold answer that an answer equals, by the rules of `grade`; None if none."""
-    verdicts = judge([(gold, answer) for gold in golds], VERIFY_SECONDS)
-    return next((gold for gold in golds if verdicts[gold, answer] == "right"), None)
-
-
 def last_number_equal(gold: str, text: str) -> bool:
     """Grade leniently, as CPPO does: tell whether the text, or the last number in it, is the gold answer.
 

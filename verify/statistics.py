@@ -6,20 +6,14 @@ Dimension key:  N problems,  n or K answers to each.
 import math
 from collections import Counter
 from collections.abc import Iterable
+from statistics import fmean
 
 import numpy as np
 
 from verify.number import LONGEST, number
 from verify.spelling import normalise
 
-# Student's t at 97.5% for 1 to 10 degrees of freedom
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 RIGHT = "\n"          # a vote for the gold answer, which no spelling is
-
-
-def mean(values: Iterable[float]) -> float:
-    values = list(values)
-    return math.fsum(values) / len(values)
 
 
 def wilson(value_N: Iterable[float], n: float = 1) -> tuple[float, float]:
@@ -52,14 +46,6 @@ def bounded_interval(value_N: Iterable[float], least: float, greatest: float) ->
     return tuple(least + (greatest - least) * end for end in ends)
 
 
-def half_width(values: np.ndarray) -> np.ndarray:
-    """Compute half of Student's 95% interval of the mean over the first axis; nan for one value."""
-    if len(values) == 1:
-        return np.full(values.shape[1:], np.nan)
-    t = T95[min(len(values) - 1, len(T95)) - 1]
-    return t * values.std(axis=0, ddof=1) / len(values) ** 0.5
-
-
 def pass_at(k: int, right: int, n: int) -> float:
     """Estimate, without bias, the chance that one of k answers is right (arXiv:2107.03374, eq. 1)."""
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
@@ -89,4 +75,4 @@ def majority(votes: list[str | None]) -> float:
 
 def majority_at(k: int, votes: list[str | None]) -> float:
     """Average `majority` over the blocks of k votes."""
-    return mean(majority(votes[i:i + k]) for i in range(0, len(votes) - k + 1, k))
+    return fmean(majority(votes[i:i + k]) for i in range(0, len(votes) - k + 1, k))

@@ -2,13 +2,13 @@
 
 from copy import deepcopy
 from pathlib import Path
+from statistics import fmean
 
 from infra.figures import Results
 from infra.lines import write_json
 from infra.results import require_place, summarise_file, summarise_result, verifier_version
 from verify.compare_math_verify import judge_by_math_verify
 from verify.grade import grade
-from verify.statistics import mean
 
 
 def rescore_file(path: Path, sizes: list[int] | None, out: Path | None) -> dict:
@@ -44,7 +44,7 @@ def math_verify_lines(results: Results) -> list[str]:
         if not (answered := graded(result)):
             continue
         judged = judge_by_math_verify([(problem["gold"], response["text"]) for problem, response in answered])
-        lines.append(f"{name} by math-verify: {mean(right for right, _ in judged):.1%}")
+        lines.append(f"{name} by math-verify: {fmean(right for right, _ in judged):.1%}")
         for (problem, response), (right, read) in zip(answered, judged, strict=True):
             if right != (response["verdict"] == "right"):
                 lines.append(f"{name} {problem['id']}: {response['answer']!r} for {problem['gold']!r} is "

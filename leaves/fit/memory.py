@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from config import Config, with_value
-from infra.choices import ENOUGH_TOKENS, Choice, choose_simply, row_range, sequences_asked, with_rows
+from infra.choices import ENOUGH_TOKENS, Choice, choose_simply, row_range, sequences_asked
 from infra.device import USABLE_SHARE, largest_that_fits
 from leaves.fit.counts import phases
 from model import BLOCK_CALLS
@@ -87,6 +87,10 @@ def choose_rows(cfg: Config, choice: Choice) -> Config:
         if longest >= min(ENOUGH_TOKENS, most):
             break
     return chosen
+
+
+def with_rows(cfg: Config, how: str, capacity: int) -> Config:
+    return with_value(with_value(cfg, "model.checkpoint_blocks", how), "pack.capacity", capacity)
 
 
 def explain_choice(cfg: Config, here: Config, choice: Choice) -> Iterator[str]:

@@ -73,7 +73,7 @@ def test_blocks_are_recomputed_only_as_far_as_memory_asks():
     """And what does not fit at all is tried with everything recomputed: a line then says so."""
     cfg = load("cppo_gsm8k", "pack.capacity=16384", "rollout.engine=torch")
     here = decided(cfg, "1.5B", 999)
-    needed = [memory.used(choices.with_rows(here.cfg, how, 16384), here, "update") / GIB for how in BLOCK_CALLS]
+    needed = [memory.used(memory.with_rows(here.cfg, how, 16384), here, "update") / GIB for how in BLOCK_CALLS]
     assert needed[0] > needed[1] > needed[2]
     for how, gib in zip(BLOCK_CALLS, needed, strict=True):
         assert on(cfg, "1.5B", gib / device.USABLE_SHARE * 1.001).model.checkpoint_blocks == how
@@ -118,7 +118,7 @@ def test_rows_are_the_longest_that_fit(gib):
     assert tokens >= choices.ENOUGH_TOKENS and how in BLOCK_CALLS
 
     def needed(how: str, tokens: int) -> float:
-        return memory.used(choices.with_rows(here.cfg, how, tokens), here, "update")
+        return memory.used(memory.with_rows(here.cfg, how, tokens), here, "update")
 
     assert needed(how, tokens) <= room < needed(how, tokens + memory.ROW_STEP)
     for less in list(BLOCK_CALLS)[:list(BLOCK_CALLS).index(how)]:

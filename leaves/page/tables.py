@@ -14,7 +14,7 @@ import numpy as np
 from leaves.page.runs import ABSENT, COSTS, Groups, LoggedRun, differing_settings, format_value
 from leaves.page.summary import phase_seconds, scores_of
 from settings.loader import ConfigError
-from verify.statistics import half_width
+from verify.paired import half_width
 
 LEAST_RUNS = 3         # an interval needs so many runs
 LEAST_EVALUATIONS = 3  # and a score at a budget so many evaluations within it

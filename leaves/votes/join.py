@@ -26,7 +26,7 @@ from infra import dist
 from leaves.votes.settings import Votes
 from records import Batch, Group, Metrics, PromptDraw, Rewards, Rolled, Sample, frozen
 from verify.extract import extract, until_end
-from verify.grade import first_equal
+from verify.grade import VERIFY_SECONDS, judge
 from verify.statistics import reduce_spelling
 
 COMPARED_CLASSES = 4  # compare a new answer with the 4 leading ones only: one comparison can take seconds
@@ -49,6 +49,12 @@ def find_leader(ballot: Ballot) -> tuple[str | None, int]:
     votes_of_second = ranking[1][1] if len(ranking) > 1 else 0
     leader, votes = ranking[0]
     return leader, votes - votes_of_second
+
+
+def first_equal(golds: list[str], answer: str) -> str | None:
+    """Return the first of several answers that another one equals, by the verifier; None if none."""
+    verdicts = judge([(gold, answer) for gold in golds], VERIFY_SECONDS)
+    return next((gold for gold in golds if verdicts[gold, answer] == "right"), None)
 
 
 def classify(answers: Sequence[str | None], equal: Callable[[list[str], str], str | None]) -> Ballot:

@@ -17,7 +17,6 @@ from leaves.votes import join as optpo
 from leaves.votes.settings import Votes
 from records import Rolled
 from settings.loader import ConfigError
-from verify.grade import first_equal
 
 
 @pytest.mark.parametrize("settings", [Votes(), Votes(right=0.5, other=0.3), Votes(right=0.9, other=0.1, threshold=9),
@@ -48,9 +47,11 @@ def test_the_leader_is_who_has_most_votes_and_of_equals_the_first(ballot, leader
 def test_equal_answers_are_one_class_by_number_spelling_and_the_verifier():
     given = [r"\frac{1}{2}", "0.5", None, "7", r"x+1", "1/2", "1+x", "07", "", r"$7$"]
     ballot = [r"\frac{1}{2}", r"\frac{1}{2}", None, "7", "x+1", r"\frac{1}{2}", "x+1", "7", None, "7"]
-    assert optpo.classify(given, first_equal) == ballot
+    assert optpo.classify(given, optpo.first_equal) == ballot
     for count in range(len(given)):  # more completions change no vote
-        assert optpo.classify(given[:count], first_equal) == ballot[:count]
+        assert optpo.classify(given[:count], optpo.first_equal) == ballot[:count]
+    assert optpo.first_equal(["y", "1+x", r"\frac{2x+2}{2}"], "x+1") == "1+x"
+    assert optpo.first_equal(["y"], "x+1") is None
 
 
 def test_a_spelling_is_compared_once_and_with_few_classes():
