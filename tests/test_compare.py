@@ -203,6 +203,32 @@ def test_a_run_that_is_kept_is_not_run_again_and_its_folder_goes(tmp_path, monke
     assert kept_runs.read(results)["pps-1e-4-test-seed0"].about["commit"] == "0" * 40 + " with changes"
 
 
+def test_first_steps_of_a_kept_run_are_evaluated_more_often_if_they_come_out_as_they_are_kept(tmp_path, monkeypatch):
+    results, asked = tmp_path / "results.jsonl.xz", []
+    run = Run("grpo", ("steps=30",), "1e-4", 0, again=(10, 5))
+    make(results, run, 0.2, every=10)
+    lines = [line for line in kept_runs.read(results)[run.name].lines if line["step"] <= 10]
+    lines.insert(6, {"step": 5, "eval/hard_test/accuracy": 0.5})
+
+    def train_once(folder: Path, *given: str, method: str) -> None:
+        asked.append(given[-2:])
+        log = fake_training(folder, *given) / "metrics.jsonl"
+        slower = [line | {"time/step": 9.0} if "time/step" in line else line for line in lines]
+        log.write_text("".join(json.dumps(line) + "\n" for line in slower))
+
+    monkeypatch.setattr(kept_runs, "train_once", train_once)
+    monkeypatch.setattr(kept_runs, "ROOT", tmp_path)
+    for _ in range(2):  # the second time they are there
+        kept_runs.keep(run, results, tqdm(disable=True))
+    record = kept_runs.read(results)[run.name]
+    assert asked == [("steps=10", "eval.every=5")] and record.about["evaluated_again"]["steps"] == [5]
+    assert [line["step"] for line in record.lines if kept_runs.is_evaluation(line)] == [0, 5, 10, 20, 30]
+    assert record.lines[6] == lines[6] and kept_runs.curve(record).spent["seconds"][-1] < 60  # of the first time
+    lines[3] = lines[3] | {"train/tokens": 7}
+    with pytest.raises(RuntimeError, match="otherwise than it is kept: step 3 has train/tokens=7, and had 4000; run all"):
+        kept_runs.keep(replace(run, again=(10, 2)), results, tqdm(disable=True))
+
+
 def test_a_run_that_is_not_finite_is_kept_on_the_validation_split_alone(tmp_path, monkeypatch):
     def train_once(folder: Path, *given: str, method: str) -> None:
         trained.append(fake_training(folder, *given))
