@@ -225,7 +225,7 @@ def test_first_steps_of_a_kept_run_are_evaluated_more_often_if_they_come_out_as_
     assert [line["step"] for line in record.lines if kept_runs.is_evaluation(line)] == [0, 5, 10, 20, 30]
     assert record.lines[6] == lines[6] and kept_runs.curve(record).spent["seconds"][-1] < 60  # of the first time
     lines[3] = lines[3] | {"train/tokens": 7}
-    with pytest.raises(RuntimeError, match="otherwise than it is kept: step 3 has train/tokens=7, and had 4000; run all"):
+    with pytest.raises(RuntimeError, match="otherwise than it is kept: step 3 has train/tokens=7, and had 4000"):
         kept_runs.keep(replace(run, again=(10, 2)), results, tqdm(disable=True))
 
 
