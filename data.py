@@ -72,7 +72,7 @@ def load_problems(name: str, folder: str | None = None, training: bool = False,
     problems = [to_problem(*row, columns, answers) for row in rows]
     if not problems:
         raise ConfigError(f"{name} holds no problems")
-    ids: set[str] = set()
+    ids = set()
     for problem in problems:
         if problem.id in ids:
             raise ConfigError(

@@ -1,5 +1,5 @@
 """The fixtures of tests/conftest.py, for tests that lie beside a leaf."""
 
-from conftest import command, process_group, tiny, unchecked, unflushed, untried
+from conftest import command, hasty, process_group, tiny, unchecked
 
-__all__ = ["command", "process_group", "tiny", "unchecked", "unflushed", "untried"]
+__all__ = ["command", "hasty", "process_group", "tiny", "unchecked"]

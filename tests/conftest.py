@@ -87,22 +87,15 @@ def unchecked():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def unflushed():
-    """Files are not flushed to the disk: no test loses power."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda file: None)
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def untried():
-    """What the files of the toy and of `tiny` do is known, so no child process tries them first (test_damaged.py): the
-    fork of a process as large as this one takes long."""
+def hasty():
+    """Files are not flushed to the disk: no test loses power. No child process first tries the files of the toy and of
+    `tiny`, which are known (test_damaged.py): the fork of a process as large as this one takes long."""
     def known(true, what: object, function, *given, **limits):
         own = str(what).endswith((str(TOY), "/tiny0", "/few.jsonl", "/first.jsonl"))
         return function(*given) if own else true(what, function, *given, **limits)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
         for module in (data, tokenizer, weights_on_disk):
             patch.setattr(module, "try_first", functools.partial(known, module.try_first))
         yield
@@ -306,8 +299,7 @@ AS_BYTES = (torch.Tensor.view, torch.frombuffer)  # here a dtype says how a file
 
 
 class Doubled(TorchFunctionMode):
-    """Give float64 to whoever asks for float32: transformers in its norms and rotary tables, TRL in its rewards, and
-    Winnow in its rotary tables."""
+    """Give float64 to whoever asks for float32: transformers, TRL and Winnow in norms, rotary tables and rewards."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         def wider(x):

@@ -113,10 +113,7 @@ def work_of(func, args: tuple, out) -> Counter:
 
 
 def where() -> tuple[str, str, str]:
-    """Tell the phase, the part of the model and the source line of the op that is being dispatched.
-
-    In backward, autograd's own functions have no line, and are of the part "rest".
-    """
+    """Tell the phase, the part ("rest": autograd's own functions) and the source line of the op that is dispatched."""
     part, line, codes, frame = None, None, set(), sys._getframe(2)
     while frame:
         code, number, frame = frame.f_code, frame.f_lineno, frame.f_back

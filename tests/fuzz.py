@@ -240,8 +240,7 @@ def prepare(folder: Path) -> None:
 
 
 def forked(work: Callable[[], int], said: Path) -> tuple[int, str, int]:
-    """Do work in a fork, within limits; returns its status, negative for a signal, what it said, and the bytes of
-    memory beside those that were there."""
+    """Do work in a fork, within limits; returns its status (below 0: a signal), what it said, and its memory."""
     before, pid = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, os.fork()
     if pid == 0:
         status = 1

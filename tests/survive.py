@@ -77,8 +77,7 @@ def size_of(path: Path) -> int:
 
 def steps_logged(out: Path) -> list[int]:
     """The steps in metrics.jsonl, twice where one was evaluated too."""
-    lines = (out / "metrics.jsonl").read_text().split("\n")[:-1] if (out / "metrics.jsonl").is_file() else []
-    return [json.loads(line)["step"] for line in lines]
+    return [line["step"] for line in runfolder.read_log(out / "metrics.jsonl")]
 
 
 def is_in(phase: str, out: Path, started: float) -> bool:

@@ -153,11 +153,6 @@ def wait_for(process: subprocess.Popen, text: str) -> None:
     raise AssertionError("".join(seen))
 
 
-def workers(process: subprocess.Popen) -> list[int]:
-    """By rank."""
-    return family(process.pid)[1:]
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Callable[[str], tuple]:
     """The same run, undisturbed."""
@@ -174,7 +169,7 @@ def whole(tmp_path_factory) -> Callable[[str], tuple]:
 def test_a_worker_that_dies_takes_the_others_down_and_is_named(tmp_path):
     process = launch(tmp_path / "run", "--standalone", "--nproc_per_node=2")
     wait_for(process, "step 1:")
-    os.kill(workers(process)[1], signal.SIGKILL)
+    os.kill(family(process.pid)[2], signal.SIGKILL)  # of rank 1
     said = process.communicate()[1]
     assert process.returncode == 1
     of_rank = said.partition("failed (exitcode")[0]  # torchrun itself ends in a traceback
@@ -199,7 +194,7 @@ def test_a_worker_that_dies_is_restarted_and_resumes_by_itself(adapter, tmp_path
     process = launch(tmp_path / "run", "--standalone", "--nproc_per_node=2", "--max-restarts=1",
                      resume=("--resume", "auto"), adapter=adapter)
     wait_for(process, "step 10:")
-    os.kill(workers(process)[1], signal.SIGKILL)
+    os.kill(family(process.pid)[2], signal.SIGKILL)  # of rank 1
     said = process.communicate()[1]
     assert process.returncode == 0, said
     assert record(tmp_path / "run") == whole(adapter)

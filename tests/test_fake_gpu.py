@@ -53,10 +53,7 @@ def figures(*options: str) -> dict:
 
 
 def excess(row: dict) -> list[str]:
-    """List the lines of each phase in which the host waits for the device more often than WAITS allows.
-
-    FSDP2's copies of offloaded weights are its own.
-    """
+    """List the lines of each phase in which the host waits more often than WAITS allows, FSDP2's own copies apart."""
     waits = [wait for wait in row["waits"] if wait[2] != "fsdp"]
     counts = Counter((what, phase) for what, phase, _, count in waits for _ in range(count))
     return [f"{what}, {phase}: {count} x {line}" for what, phase, line, count in waits

@@ -77,8 +77,7 @@ def test_pickled_metadata_is_compared_with_its_digest_before_it_is_read(run, tmp
     ("step_000002\n", 3, "names 'step_000002', and the newest that is there is step_000004: step_000002 is taken"),
     (None, 5, None)])
 def test_a_pointer_to_another_step_than_the_newest_loses_nothing_and_is_said(named, begun, said, run, capsys):
-    """`cp -r` of a run that goes on takes `latest`, and then the folders that have replaced those it names. An earlier
-    checkpoint goes on from the logs that are left."""
+    """As after `cp -r` of a run that goes on. An earlier checkpoint goes on from the logs that are left."""
     pointer = run / "checkpoints" / "latest"
     pointer.unlink() if named is None else pointer.write_text(named)
     without(run / "metrics.jsonl", lambda line: line["step"] >= begun)

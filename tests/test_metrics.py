@@ -79,9 +79,7 @@ def test_completions_without_a_reward_are_counted_and_in_no_mean():
 
 
 class Unfinished(Sample):
-    """Goes on in the next step."""
-
-    pending = True
+    pending = True  # it goes on in the next step
 
 
 def test_groups_as_text_say_what_was_decided_on_each_completion():

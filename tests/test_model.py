@@ -251,8 +251,7 @@ def test_recomputed_blocks_have_the_same_gradient_and_selective_ones_no_product_
 
 @pytest.mark.slow
 def test_compiled_passes_take_rows_of_many_lengths_in_few_compilations(tmp_path):
-    """20 lengths of rows, with gradients (test_invariance.py compares them), and one pass without. By inductor, so it
-    needs a C++ compiler."""
+    """20 lengths of rows, with gradients, and one pass without. By inductor, so it needs a C++ compiler."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     folder = write_tiny(tmp_path, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96)

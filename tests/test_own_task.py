@@ -256,8 +256,7 @@ def stopping(folder: Path, *texts: str, slots: int = 3, dtype: torch.dtype = tor
 
 @pytest.mark.slow
 def test_a_sample_ends_with_the_token_that_completes_a_stop_text(tiny):
-    """It is the beginning of what it would be without, up to the first token with which a text is in it. Some texts lie
-    in two tokens and more, and slots are refilled and dropped meanwhile."""
+    """It begins as the one without stop texts, of which some lie in several tokens; slots are refilled and dropped."""
     tokenizer, limits = data.Tokenizer(tiny), [40, 7, 40, 25, 40, 1, 40, 40] * 2
     asked, seeds = prompts() * 2, list(range(16))
     whole = stopping(tiny).generate(ask(asked, seeds, limits), 1.0)

@@ -344,8 +344,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_policy_and_the_batch(
 
 @pytest.mark.slow
 def test_a_full_disk_is_one_line_and_nothing_is_lost(tmp_path, monkeypatch):
-    """Files may grow to 4 MB, so logs can be written and the second checkpoint cannot: the run stops, and goes on
-    from the first when there is room."""
+    """Files may grow to 4 MB: the second checkpoint cannot be written, and the run goes on from the first."""
     cfg = toy_config(tmp_path / "run", "steps=3", "checkpoint.every=1", "checkpoint.keep=2")
     (tmp_path / "test.yaml").write_text(config.dump(cfg))
     whole = run_and_copy(replace(cfg, out=str(tmp_path / "whole")), tmp_path / "run", 1, monkeypatch)
@@ -364,8 +363,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_lost(tmp_path, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "offload"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
 def test_a_step_on_cuda(dtype, offload, tmp_path):
-    """Sampling, both kinds of kernel, mixed precision, update, checkpoint and export on the device; engine and learner
-    agree."""
+    """Sampling, both kernels, mixed precision, update, checkpoint and export; engine and learner agree."""
     dist.close()  # the suite's group is gloo alone
     try:
         train.train(toy_config(tmp_path / "run", "device=cuda", f"model.dtype={dtype}", "loss.kl=0.1",

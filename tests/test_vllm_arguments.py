@@ -2,8 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -51,16 +50,11 @@ class Recorder:
         return True
 
 
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    yield
-
-
 @pytest.fixture
 def recorded(monkeypatch):
     """Make an engine on a GPU of eight ranks, or another."""
     monkeypatch.setattr(rollout_vllm, "import_vllm", lambda device: (Recorder, None))
-    monkeypatch.setattr(rollout_vllm, "undisturbed", undisturbed)
+    monkeypatch.setattr(rollout_vllm, "undisturbed", nullcontext)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 * GIB, 80 * GIB))
 
     def make(ranks: int = 8, **changes) -> VLLMEngine:

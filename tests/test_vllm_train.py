@@ -44,8 +44,7 @@ def steps_of(folder: Path) -> list[dict]:
 
 
 def is_in_step(line: dict) -> bool:
-    """Whether the engine sampled from the policy that was trained. A step has more tokens than a test of test_vllm.py,
-    and so rarer ones."""
+    """Whether the engine sampled from the policy that is trained. A step has rarer tokens than test_vllm.py."""
     return line["mismatch/logp_abs_mean"] < PRECISION.mean and line["mismatch/logp_abs_max"] < 10 * PRECISION.largest
 
 

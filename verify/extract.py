@@ -83,7 +83,7 @@ def last_boxed(text: str) -> str | None:
 def find_boxes(text: str) -> tuple[list[tuple[int, int, int, int]], bool]:
     """Find the outermost boxes: start and end of box and content. Also tell if the last is open."""
     stack: list[tuple[int, int] | None] = []     # an open brace: starts of its box and content, or None
-    boxes: list[tuple[int, int, int, int]] = []
+    boxes = []
     newest = -1
     for mark in BRACES.finditer(text):
         if mark["bare"]:

@@ -299,7 +299,7 @@ def read_unit(unit: str) -> Counter | None:
     """
     unit = re.sub(r"\b(?:square|sq)\b\.? ?([a-zA-Z]+)|([a-zA-Z]+) squared", r"\1\2^2", unit)
     unit = re.sub(r"\bcubic ([a-zA-Z]+)|([a-zA-Z]+) cubed", r"\1\2^3", unit)
-    powers: Counter[str] = Counter()
+    powers = Counter()
     for i, side in enumerate(re.split(r"/|\bper\b", unit)):
         for name, power in re.findall(r"([a-zA-Z]+)\s*(?:\^\s*\{?(-?\d+))?", side):
             if name not in UNITS:

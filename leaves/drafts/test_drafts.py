@@ -105,8 +105,7 @@ def test_what_is_drafted_needs_no_decoding_step(monkeypatch):
 
 
 def test_a_tree_holds_what_drafts_have_in_common_once():
-    """1 2 3, 1 2 4 5, 1 2 and 6 7 behind the prompt 8 9: read are 1, 2, 4 and 6, as behind a last token nothing is
-    drawn."""
+    """Behind the prompt 8 9 the tokens 1, 2, 4 and 6 are read: behind a last token nothing is drawn."""
     tree = Tree()
     assert tree.grow((8, 9), 3, ((1, 2, 3), (1, 2, 4, 5), (1, 2), (6, 7), (1, 2, 3))) == 1
     assert tree.ids == [8, 9, 1, 2, 4, 6] and tree.positions == [0, 1, 2, 3, 4, 2]

@@ -264,7 +264,6 @@ def test_a_template_with_a_place_for_tools_gets_them_and_names_the_format(tmp_pa
 
 HOSTILE = {
     "os._exit": ("import os; os._exit(0)", r"before the run, a call (took|ended|asked)"),
-    "loops": ("while True: pass", r"before the run, a call (took|ended|asked)"),
     "memory": ("return 'x' * 10**13", r"before the run, a call (took|ended|asked)"),
     "number": ("return 5", r"reply\(\) returns 5; it must be a text, a list of messages, or None"),
     "empty": ("return ''", r"reply\(\) returns ''; it must be a text"),

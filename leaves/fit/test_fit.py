@@ -2,12 +2,14 @@
 
 import json
 import re
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
 import shapes
 import torch
 from conftest import SHIPPED, TOY
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 import config
 import train
@@ -79,10 +81,6 @@ def test_settings_that_are_too_high_are_named_or_that_nothing_helps(size, memory
     assert all(words in text for words in said)
 
 
-def no_download(path: str, allow_patterns) -> str:
-    raise huggingface_hub.errors.LocalEntryNotFoundError("no network")
-
-
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--config", "grpo_math.yaml", "--set", "model.path=Qwen/Qwen2.5-14B"],
      "error: model.path='Qwen/Qwen2.5-14B' is no folder, and could not be downloaded from the hub: no network"),
@@ -90,7 +88,8 @@ def no_download(path: str, allow_patterns) -> str:
     (["--config", "cppo_toy.yaml", "--card", "H100", "--set", "pack.capacity=10"], "error: pack.capacity=10 must be"),
 ])
 def test_what_cannot_be_told_is_one_line(arguments, message, monkeypatch, command, capsys):
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", no_download)
+    unreachable = Mock(side_effect=LocalEntryNotFoundError("no network"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     assert command(train, "--fit", *arguments) == 2
     line, = capsys.readouterr().err.splitlines()
     assert line.startswith(message)

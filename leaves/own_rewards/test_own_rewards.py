@@ -235,8 +235,7 @@ def test_an_evaluation_tries_the_file_before_it_samples(tmp_path, monkeypatch, c
 
 
 def test_a_result_is_of_the_rows_that_the_reward_reads_and_of_all_messages(tmp_path):
-    """And of all messages: another example before the same question is another problem. Without a reward, other
-    columns may change."""
+    """Another example before a question makes another problem. Without a reward, other columns may change."""
     def identified(worth: float, reward: Reward | None, example: str = "a") -> dict:
         messages = ({"role": "system", "content": example}, {"role": "user", "content": "q"})
         problem = Problem("0", "q", "", row={"worth": worth}, messages=messages)

@@ -71,19 +71,14 @@ class Stale(TorchEngine):
     """An engine one update behind: each sync brings the weights of the sync before."""
 
     def sync(self, policy):
-        late, self.late = getattr(self, "late", load(self.folder)), load(self.folder)
+        late, self.late = getattr(self, "late", load(TOY)), load(TOY)
         self.late.load_state_dict(weights(policy))
         super().sync(late)
 
 
-def stale_engine(kind, spec):
-    Stale.folder = spec.folder
-    return Stale(load(spec.folder, spec.dtype), spec)
-
-
 @pytest.mark.slow
 def test_an_engine_one_update_behind_is_seen_by_the_preflight_and_by_the_metric(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "start_engine", stale_engine)
+    monkeypatch.setattr(train, "start_engine", lambda kind, spec: Stale(load(TOY, spec.dtype), spec))
     cfg = short_config(tmp_path, TOY)  # a model that learns, so that its weights move
     assert failing(cfg) == ["engine's log-probs"]
     with pytest.raises(ConfigError, match="engine's log-probs.*\n.*left stale by a sync"):

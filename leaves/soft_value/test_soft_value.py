@@ -33,16 +33,14 @@ def test_the_residual_has_the_gradient_of_the_squared_loss():
     torch.testing.assert_close(ours, expected)
 
 
-def test_the_soft_value_lies_between_mean_and_maximum():
+def test_the_soft_value_lies_between_mean_and_maximum_of_the_rewards_that_there_are():
     """(1, 0, 0, 0) at beta 0.5 by hand, and its limits."""
     reward_NK = torch.tensor([[1.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
     assert soft_value(reward_NK, 0.5).item() == pytest.approx(0.5 * math.log((math.exp(2) + 3) / 4))
     assert soft_value(reward_NK, 1e-3).item() == pytest.approx(1, abs=0.01)
     assert soft_value(reward_NK, 1e3).item() == pytest.approx(0.25, abs=0.01)
     assert soft_value(torch.full((1, 8), 0.7), 0.5).item() == pytest.approx(0.7)
-
-
-def test_the_soft_value_is_that_of_the_samples_with_a_reward():
+    # Samples without a reward do not count.
     torch.testing.assert_close(soft_value(padded(REWARD_NG), 0.5), soft_value(REWARD_NG, 0.5))
     assert soft_value(torch.full((1, 3), torch.nan), 0.5).isnan().all()
 
@@ -82,8 +80,7 @@ def test_a_table_of_soft_values_is_built_once_and_goes_on_where_it_was_cut_off(t
 
 @pytest.mark.slow
 def test_a_run_with_soft_values_trains_on_what_its_table_leaves(tmp_path):
-    """The advantages that are logged are rewards less V* of the file. That a resumed run reads the same file:
-    test_train.py."""
+    """The advantages that are logged are rewards less V* of the file, which a resumed run reads too (test_train.py)."""
     cfg = toy_config(tmp_path / "run", "data.limit=4", "advantage.samples=2", "steps=1", "rollout.group_size=1",
                      "update.minibatches=1", "data.eval=null", name="apo_gsm8k.yaml toy.yaml")
     train.train(cfg)

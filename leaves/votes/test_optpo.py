@@ -166,8 +166,7 @@ def test_no_label_of_the_training_data_is_read(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("reward", [{}, pytest.param({"tag_exact": 1, "tag_number": 1}, marks=pytest.mark.slow)])
 def test_a_prompt_without_an_answer_has_no_reward(reward, tmp_path, monkeypatch):
-    """Nobody's completions mark one: there is no label, so no gradient, and the run goes on. The tokens of all who vote
-    are counted, and not only of those who may be trained on."""
+    """There is no label, so no gradient, and the run goes on. The tokens of all who vote are counted."""
     monkeypatch.setattr(optpo, "extract", lambda text: None)
     cfg = toy_config(tmp_path / "run", "steps=1", "labels.most=12", f"reward={reward}", name="optpo_gsm8k.yaml toy.yaml")
     policy = train.train(cfg)

@@ -303,7 +303,8 @@ def test_informative_groups_that_are_left_over_are_trained_on_in_the_next_step(w
         assert all(name_of(draw) in used and draw.age == 1 for draw in old), "one step, and no longer"
         waited += len(old)
         if step + 1 < len(watched["rolled"]):
-            informative = [rolled.kept[n] for n in train_informative(rolled)]
+            values = rolled.rewards.components["accuracy"].tolist()
+            informative = [rolled.kept[n] for n, row in enumerate(values) if len(set(row)) > 1]
             spare = [name_of(draw) for draw in informative if name_of(draw) not in used]
             following = [name_of(draw) for draw in watched["rolled"][step + 1].kept if draw.age]
             assert following == spare[:selection.rollout.prompts_per_step]
@@ -314,8 +315,3 @@ def test_informative_groups_that_are_left_over_are_trained_on_in_the_next_step(w
     fresh = sum(s.length for new in watched["rolled"] for draw, group in zip(new.kept, new.groups, strict=True)
                 for s in group.samples if draw.age == 0)
     assert sum(line["rollout/tokens"] for line in lines) == fresh
-
-
-def train_informative(rolled: Rolled) -> list[int]:
-    values = rolled.rewards.components["accuracy"].tolist()
-    return [n for n, row in enumerate(values) if len(set(row)) > 1]

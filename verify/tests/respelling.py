@@ -131,10 +131,7 @@ def pair(rng: random.Random) -> tuple[str, str, sympy.Expr, sympy.Expr]:
 
 
 def are_equal(one: sympy.Expr, other: sympy.Expr) -> bool | None:
-    """Tell whether two values are equal for positive letters, by 60 digits at points where both are real.
-
-    None if there are no such points, and for a division by zero.
-    """
+    """Tell whether two values are equal at positive letters, by 60 digits; None without such points."""
     if one.has(sympy.zoo, sympy.nan, sympy.oo) or other.has(sympy.zoo, sympy.nan, sympy.oo):
         return None
     if one == other:

@@ -31,8 +31,7 @@ def test_the_labelled_cases():
 
 @pytest.mark.parametrize("name", ["gsm8k_train", "gsm8k_test", "math_train", "math_test4500", "math500"])
 def test_every_gold_solution_is_right(name):
-    """But for rows that box several different things, and the two whose box is empty in the source. One of those that
-    box several has a number with its base and without."""
+    """But for rows that box several different things, and the two whose box is empty in the source."""
     rows = lines(name)
     grades = grading.grade([(row["answer"], row["solution"]) for row in rows])
     exceptions = [row for row, graded in zip(rows, grades, strict=True) if graded["verdict"] != "right"]

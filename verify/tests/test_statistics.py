@@ -22,10 +22,7 @@ def test_wilson_by_the_published_table(correct, count, low, high):
 @pytest.mark.parametrize(("count", "a", "b"), [
     (30, 0.4, 1.2), (500, 2.0, 1.0), (40, 5.0, 5.0), (8, 2.0, 2.0)])
 def test_intervals_of_several_answers_cover_the_truth_at_their_rate(count, a, b):
-    """A simulation: problems of Beta-distributed difficulty, 16 answers each.
-
-    The answers to one are not independent, and an interval that took them to be would cover 40 to 80%.
-    """
+    """Problems of Beta-distributed difficulty, 16 answers each: taken to be independent they would cover 40 to 80%."""
     draw = np.random.default_rng(0)
     covered = naive = 0
     for _ in range(3000):
