@@ -8,7 +8,7 @@ The loop in `train` is the algorithm: draw prompts, sample groups, score them, c
 update the policy, hand it to the engine. docs/methods.md has every method. Papers have it otherwise:
 
 1. Advantages come from all G completions, before pruning, over the sample deviation as in the released codes.
-   GRPO's paper has the population deviation (advantage.correction); PODS alone compares the kept.
+   GRPO's paper does not say which (advantage.correction); PODS alone compares the kept.
 2. The loss is a weighted sum. Weights and denominators come once per optimizer step from the whole batch of
    all ranks, so no cut into rows or ranks changes the gradient. CPPO divides by the kept (loss.denominator).
 3. Completions of a prompt share it in a row: it is paid for once, and the gradient is the same.

@@ -12,11 +12,8 @@ no method is said to be better than another. The report of the runs has their to
 
 import json
 import math
-import operator
-import re
 import sys
 from pathlib import Path
-from statistics import fmean
 
 import gguf_model
 import numpy as np
@@ -38,8 +35,6 @@ METHODS = {
 }
 READINGS = {"accuracy": lambda response: response["verdict"] == "right",
             "last number": lambda response: response["last_number"]}
-EQUATION = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+)")
-SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 Answers = dict[str, list[dict]]  # the start or a method -> problems with its responses
 
 
@@ -105,53 +100,6 @@ def difference_table(results: Answers) -> list[str]:
     return table(["after less before", *READINGS], rows)
 
 
-def equations(problems: list[dict]) -> list[tuple[str, bool]]:
-    """List the equations that answers hold: the sign of each, and whether it is true."""
-    texts = [problem["responses"][0]["text"] for problem in problems]
-    written = [match for text in texts for match in EQUATION.findall(text)]
-    return [(sign, SIGNS[sign](int(a), int(b)) == int(total)) for a, sign, b, total in written]
-
-
-def form_table(results: Answers) -> list[str]:
-    """Write how answers look: their length, how many are cut off or hold a marked answer, and how many of
-    their equations are true whether or not the problem asks for them."""
-    rows = []
-    for name, problems in results.items():
-        responses = [problem["responses"][0] for problem in problems]
-        tokens = fmean(response["tokens"] for response in responses)
-        cut = fmean(not response["finished"] for response in responses)
-        marked = fmean(response["verdict"] != "unparsed" for response in responses)
-        true = [holds for _, holds in equations(problems)]
-        rows.append([name, f"{tokens:.1f}", f"{cut:.1%}", f"{marked:.1%}", of_all(true)])
-    return table(["form", "tokens", "cut off", "with a marked answer", "equations that are true"], rows)
-
-
-def sign_table(results: Answers) -> list[str]:
-    """Write what the reading of a problem and what computing has to do with it: of the levels of one + or -,
-    right answers by what is asked for, and true equations by the sign that was written."""
-    rows = []
-    for name, problems in results.items():
-        asked: dict[bool, list[bool]] = {True: [], False: []}
-        for problem in problems:
-            if problem["level"] in ("1", "2"):
-                start = int(re.search(r"\d+", problem["question"])[0])
-                last_number = READINGS["last number"](problem["responses"][0])
-                asked[int(problem["gold"]) > start].append(last_number)
-        true: dict[str, list[bool]] = {sign: [] for sign in SIGNS}
-        for sign, holds in equations(problems):
-            true[sign].append(holds)
-        rows.append([name, *map(of_all, asked.values()), *map(of_all, true.values())])
-    return table(["levels 1 and 2", "right, asked to add", "right, asked to take away",
-                  *(f"true with {sign}" for sign in SIGNS)], rows)
-
-
-def of_all(true: list[bool]) -> str:
-    if not true:
-        return "0 of 0"
-    low, high = wilson(true)
-    return f"{sum(true)} of {len(true)} [{100 * low:.0f}, {100 * high:.0f}]"
-
-
 def experiment(out: Path, steps: int | None) -> None:
     """Train and answer, and print the tables."""
     model = gguf_model.convert(gguf_model.find_file(), out / "model")
@@ -164,8 +112,7 @@ def experiment(out: Path, steps: int | None) -> None:
         results[name] = answered(folders[-1] / "hf", test, folders[-1] / "test.json")
     for reading in READINGS:
         print(*level_table(results, reading), "", sep="\n")
-    for tabulate in (difference_table, form_table, sign_table):
-        print(*tabulate(results), "", sep="\n")
+    print(*difference_table(results), "", sep="\n")
     print(report.write_report(folders, out / "report"))
     figures = {name: {reading: right(problems, reading).mean() for reading in READINGS}
                for name, problems in results.items()}

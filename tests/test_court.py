@@ -9,7 +9,6 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -186,23 +185,6 @@ def test_ragged_groups_have_the_true_gradient_over_all_outcomes(plugged):
     assert off(means["plain"], (1 - 0.25) / 2) > BIASED
 
 
-@pytest.mark.parametrize("rule", ["cost", "spread", "posterior", "length"])
-def test_numbers_cost_what_uniform_groups_cost_and_follow_the_rule(rule):
-    prompts = [Prompt(f"q{i}", (5,), "1") for i in range(40)]
-    history = allocation.Allocation(
-        PromptHistory(prompts, kinds.AllPrompts(), 0, 0.5), allocation.Allocated(rule=rule), 8)
-    rates = {f"q{i}": pass_rates.Rate(i % 9, 8.0, 10.0 + i, 2.0 * (i % 9), 20.0) for i in range(30)}
-    history.rates = rates
-    draws = [PromptDraw(prompt, 1) for prompt in prompts]
-    numbers = history.numbers(draws)
-    assert numbers == history.numbers(draws) and numbers[30:] == [8] * 10 and min(numbers) >= 2
-    tokens = sum(n * rates[f"q{i}"].tokens for i, n in enumerate(numbers[:30]))
-    assert tokens == pytest.approx(8 * sum(rate.tokens for rate in rates.values()), rel=0.05)
-    sizes = [allocation.size_of(rates[f"q{i}"], rule) for i in range(30)]
-    order = sorted(range(30), key=sizes.__getitem__)
-    assert numbers[order[-1]] > numbers[order[0]]
-
-
 @pytest.mark.parametrize("own", [False, True])
 def test_otb_has_the_true_gradient_without_the_own_sample_alone(own):
     mean = torch.zeros_like(LOGITS)
@@ -347,29 +329,6 @@ def test_every_method_trains_through_the_script(method, plugged, command, tmp_pa
     if method == "allocation":
         assert first["rollout/prompts"] == 16
         assert 1 < second["prune/weight_max"] < 8
-
-
-@pytest.mark.slow
-def test_an_abort_run_that_is_resumed_repeats_its_tokens_and_aborts(plugged, command, tmp_path):
-    settings = ("steps=4", "checkpoint.every=1", "checkpoint.keep=all")
-    assert command(try_method, *words("abort", tmp_path / "whole", *settings)) == 0
-    runs = iter([False, False, True])
-    with patch.object(train, "asked_to_stop", lambda stop: next(runs)):  # in the middle
-        assert command(train, *words("abort", tmp_path / "parts", *settings)[1:]) != 0  # it is plugged in by now
-    assert len(decisions(tmp_path / "parts")) == 3
-    assert command(train, *words("abort", tmp_path / "parts", *settings)[1:], "--resume") == 0
-    assert decisions(tmp_path / "parts") == decisions(tmp_path / "whole")
-    assert sum(line["rollout/pending"] for line in metrics(tmp_path / "whole")) > 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["abort", "allocation"])
-def test_two_ranks_draw_and_decide_as_one(method, tmp_path):
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", "2"]
-    for name, launcher in {"one": [sys.executable], "two": torchrun}.items():
-        command = [*launcher, "experiments/try_method.py", *words(method, tmp_path / name, "steps=3")]
-        subprocess.run(command, cwd=ROOT, env=ONE_THREAD, check=True, capture_output=True)
-    assert decisions(tmp_path / "one") == decisions(tmp_path / "two")
 
 
 def test_settings_that_do_not_go_with_a_method_are_errors(plugged, command, tmp_path, capsys):

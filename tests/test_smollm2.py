@@ -181,17 +181,6 @@ def test_the_tables_tell_both_readings_by_level():
         "| CPPO | 75.0% [30, 95] | 100.0% [34, 100] | 50.0% [9, 91] |"]
     cells = smollm2.difference_table(results)[2].split(" | ")
     assert cells[1].startswith("+75.0% [") and cells[1].endswith("p = 0.25") and cells[2].startswith("-25.0% [")
-    assert smollm2.form_table(results)[3] == "| CPPO | 10.0 | 0.0% | 75.0% | 0 of 0 |"
-    # Equations are read with their signs and computed.
-    problem = answers([(True, True)])[0]
-    problem["responses"][0]["text"] = "3 * 5 = 15. 15 - 2 = 12, so 4 + 3 = 7"
-    assert smollm2.equations([problem]) == [("*", True), ("-", False), ("+", True)]
-    assert smollm2.form_table({"before": [problem]})[2] == "| before | 10.0 | 0.0% | 100.0% | 2 of 3 [21, 94] |"
-    problem["question"], problem["gold"] = "Rosa has 4 pens. Rosa buys 3 more pens.", "7"
-    less = answers([(False, False)])[0] | {"question": "Rosa has 9 pens. Rosa loses 3 pens.", "gold": "6"}
-    product = answers([(True, True)])[0] | {"level": "3", "question": "4 boxes hold 3 pens each.", "gold": "12"}
-    assert smollm2.sign_table({"before": [problem, less, product]})[2] == (
-        "| before | 1 of 1 [21, 100] | 0 of 1 [0, 79] | 1 of 1 [21, 100] | 0 of 1 [0, 79] | 1 of 1 [21, 100] |")
 
 
 @pytest.mark.parametrize(("first", "second", "p"), [(0, 0, 1), (5, 5, 1), (0, 6, 2 / 64), (1, 8, 20 / 512),

@@ -43,7 +43,6 @@ def test_a_config_and_set_read_the_text_and_a_saved_config_holds_it(file, field,
 @pytest.mark.parametrize(("section", "message"), [
     ({"file": "absent.yaml", "field": "a"}, r"file=.*absent.yaml cannot be read \(.*give a file of a checkout"),
     ({"file": "recipe.yaml", "field": "data.system"}, r"field=data.system: .*recipe.yaml has no text of that name"),
-    ({"file": "recipe.yaml", "field": "data.prompts.tokens"}, "has no text of that name; it is a dotted key"),
     ({"file": "recipe.py", "field": "OTHER"}, "a variable of a .py file with a plain text"),
     ({"file": "recipe.py", "field": "TWICE"}, "has no text of that name"),
     ({"file": "prompt.txt", "sha256": "0" * 64}, f"sha256=0{{64}} must be {HASH}, which the text in"),

@@ -209,7 +209,7 @@ def test_at_both_levels_the_mean_is_the_full_gradient_whatever_compares_completi
 
 
 class TwoEpochs:
-    """Real updates of two epochs, the first of them by a step against the gradient."""
+    """Real updates of two epochs, the first by a step against the gradient."""
 
     def __init__(self, step: Step, monkeypatch):
         self.learner, self.gradients = step.learner, []
