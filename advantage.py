@@ -50,7 +50,7 @@ def centred(reward_NG: Tensor) -> Tensor:
 def group_norm(reward_NG: Tensor, correction: int, eps: float) -> Tensor:
     """Standardise rewards within their group, (r - mean) / (std + eps): GRPO (arXiv:2402.03300).
 
-    correction 0 is the population deviation, 1 the sample deviation of released codes; the paper does not say.
+    correction 0 is the population deviation, 1 the sample deviation, as in released codes.
     A flat group (all rewards equal) and a group of one carry no signal and get exactly 0.
     """
     centred_NG = centred(reward_NG)
