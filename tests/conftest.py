@@ -174,8 +174,7 @@ def nudge(model: torch.nn.Module, size: float) -> None:
 
 
 def toy_config(out: Path, *overrides: str, name: str = "cppo_toy.yaml") -> config.Config:
-    """A shipped config, or several ("ppo_gsm8k.yaml toy.yaml"), at the size of a test: two steps in float64 on 4 groups
-    of 8 from 256 problems, evaluated on 6."""
+    """Shipped configs at the size of a test: two steps in float64 on 4 groups of 8, evaluated on 6 problems."""
     first, few = out.parent / "first.jsonl", out.parent / "few.jsonl"
     few.parent.mkdir(parents=True, exist_ok=True)
     for file, source, count in ((first, "train", 256), (few, "test", 6)):
@@ -201,8 +200,7 @@ def parts_of(cfg: config.Config, folder: Path = TOY, prompts: Iterable[Prompt] =
 
 
 def needed(section: type) -> dict:
-    """The settings of a kind that have no default, at the first of some small values that each allows: what a test
-    that goes through all kinds, a fork's too, needs of one that it does not know."""
+    """The settings of a kind, of a fork's too, without a default: the first of some small values that each allows."""
     values = {"kind": fields(section)[0].default}
     for field in fields(section)[1:]:
         if field.default is MISSING:

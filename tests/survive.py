@@ -104,8 +104,7 @@ def planned(attempt: int, kills: int, signals: bool, rng: random.Random) -> tupl
 
 
 def interrupt(process: subprocess.Popen, out: Path, phase: str, number: int, target: str, seconds: float) -> bool:
-    """Send a signal when so much time has passed since the first step of this process was logged, or at the next such
-    phase from then on; in an export it may be the first thing. Returns whether the run was still going."""
+    """Send a signal at a moment of this process, or at the next such phase; return whether the run was still going."""
     size, wait, started = size_of(out / "metrics.jsonl"), None, time()
     while process.poll() is None:
         if wait is None and (size_of(out / "metrics.jsonl") != size or phase == "export"):

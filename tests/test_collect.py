@@ -47,8 +47,7 @@ def prompts_of(letters: str) -> list[Prompt]:
 
 
 def steps(tmp_path, letters: str, count: int, *settings: str) -> list[tuple]:
-    """(kinds of the prompts rolled out by round, Rolled, Batch, what is short) of so many steps over these prompts,
-    in their order."""
+    """(kinds of the prompts by round, Rolled, Batch, what is short) of so many steps over these prompts, in order."""
     prompts = prompts_of(letters)
     cfg = toy_config(tmp_path / "run", "rollout.group_size=4", "rollout.prompts_per_step=4", "steps=9", *settings,
                      name="grpo_toy.yaml")
@@ -102,8 +101,7 @@ def test_each_epoch_has_a_draw_of_its_own_if_asked_for(tmp_path):
 
 
 def test_informative_goes_on_until_enough_differ_and_drops_the_rest(in_order, tmp_path):
-    """Rounds of 6 for 4, as released 384 for 256. The first 4 of the 5 found are trained on, as 4 offered; the next
-    step goes on behind what was rolled out."""
+    """Rounds of 6 for 4. The first 4 of the 5 that differ are trained on; the next step goes on behind all 18."""
     (rounds, rolled, batch, said), (after, *_) = steps(tmp_path, "eiheeh" "hieeei" "ieiehh" "iiiihh", 2,
                                                        "rollout.until=informative")
     assert rounds == ["eiheeh", "hieeei", "ieiehh"] and after == ["iiiihh"] and said == ""

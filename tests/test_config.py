@@ -464,8 +464,7 @@ def test_the_command_shows_a_config_and_runs_nothing(tmp_path, monkeypatch, comm
 
 
 def test_cppos_second_release_trains_as_its_scripts_say():
-    """lzhxmu/CPPO, cppo_verl/recipe/cppo: gsm8k_cppo.sh and cppo_trainer.yaml at rate 0.75, from 8 prompts without
-    pruning; its policy loss takes verl's default, the mean over tokens."""
+    """lzhxmu/CPPO, cppo_verl/recipe/cppo at rate 0.75; its policy loss takes verl's default, the mean over tokens."""
     said = {"rollout.prompts_per_step": 8 / (1 - 0.75), "rollout.group_size": 16, "rollout.max_new_tokens": 2048,
             "prune.completions.kind": "topk", "prune.completions.scope": "batch",
             "prune.completions.keep": 16 * (1 - 0.75), "update.epochs": 2, "update.minibatches": 1,

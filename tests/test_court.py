@@ -157,8 +157,7 @@ def test_a_probability_reads_the_prompt_and_the_tokens_before_the_mark_and_the_b
 
 
 def test_ragged_groups_have_the_true_gradient_over_all_outcomes(plugged):
-    """Two prompts with the same policy, of 2 and 3 copies. Without the weights prompts count by their numbers, so their
-    rewards differ."""
+    """Of 2 and 3 copies of two prompts with one policy. Without the weights prompts count by their numbers."""
     plugged(allocation)
     prompts = [Prompt("a", (5,), "1"), Prompt("b", (6,), "1")]
     history = allocation.Allocation(PromptHistory(prompts, kinds.AllPrompts(), 0, 0.5), allocation.Allocated(), 2)

@@ -216,8 +216,7 @@ def test_a_gpu_that_torch_cannot_use_is_named_with_the_reason(seen, monkeypatch)
 
 @pytest.mark.parametrize(("device", "gib"), [(CPU, 3.0), (CUDA, 60.0)])
 def test_the_peak_is_that_of_the_fullest_rank(device, gib, monkeypatch):
-    """Resident memory, which Linux counts in KiB; on a GPU that of the device. torch counts what a sleeping engine has
-    given up as well, more than there is."""
+    """Resident memory, which Linux counts in KiB; on a GPU the device's, since torch counts what sleeps as well."""
     monkeypatch.setattr(metrics.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=2 * 2**20))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 127 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 * GIB, 80 * GIB))

@@ -232,8 +232,7 @@ class Products(TorchDispatchMode):
 
 
 def test_recomputed_blocks_have_the_same_gradient_and_selective_ones_no_product_twice(tiny):
-    """Of every block 7 products forward and 14 backward; "all" computes those again that something needs: not the last,
-    whose result backward does not ask for."""
+    """Of a block 7 products forward and 14 backward; "all" computes those again that backward needs: not the last."""
     gradients, counted = {}, {}
     for how in decoder.BLOCK_CALLS:
         model = load(tiny).requires_grad_(True)

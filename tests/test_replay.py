@@ -103,8 +103,7 @@ def test_a_step_done_again_has_the_gradient_that_was_logged_bit_for_bit(name, ru
 
 @pytest.mark.slow
 def test_what_another_pruning_would_have_done_is_what_it_does(run_of, tmp_path, capsys):
-    """The first step of a run with that pruning: the same rollouts, so its logged norm is the one told here. And of
-    the full batch."""
+    """The first step of a run with that pruning has the same rollouts, so its logged norm is the one told here."""
     changes = ["prune.completions={kind: pps, keep: 2, scope: batch}", "loss.denominator=all"]
     train.train(run_config("cppo", tmp_path / "other", "steps=1", *changes))
     text = shown(capsys, run_of("cppo"), 1, *changes)

@@ -188,8 +188,7 @@ def brought_by(names: set[str]) -> set[str]:
 
 
 def test_requirements_are_those_of_the_tables_and_what_they_bring_has_versions_and_hashes():
-    """pip reads constraints.txt with every file but the two that are installed without dependencies. So one environment
-    holds training, tests and vLLM, whose CPU build is the version of its CUDA build."""
+    """One environment holds training, tests and vLLM, whose CPU build is the version of its CUDA build."""
     for name, text in write_requirements.made().items():
         assert (ROOT / name).read_text() == text, f"{name}: make requirements"
     hashed = (ROOT / "requirements/constraints-hashed.txt").read_text()

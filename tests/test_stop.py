@@ -35,8 +35,7 @@ def own_signals():
 
 
 def stopped_in(cfg: config.Config, what: str, nth: int, rank: int) -> tuple[bool, int]:
-    """Train until the nth rollout or evaluation, in the midst of which one rank gets SIGTERM; returns whether that was
-    the end, and how many tokens the rank sampled after it."""
+    """Train until one rank gets SIGTERM in the nth rollout or evaluation; return if it ended, and its tokens since."""
     start, draw = train.start_engine, rollout.sample_tokens
     calls, since = {"rollout": 0, "evaluation": 0}, [-1]
 

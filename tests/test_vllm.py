@@ -250,8 +250,7 @@ def test_samples_end_with_each_of_our_eos_ids_and_with_no_other(engine, policy, 
 
 
 def test_samples_end_with_the_token_that_completes_a_stop_text(engine, policy, folder, monkeypatch):
-    """As in the embedded engine: the beginning of the sample that there is without, with its log-probs, up to where a
-    text is whole. Texts lie in two tokens."""
+    """The beginning of the sample that there is without, up to where a text is whole, which lies in two tokens."""
     engine.sync(policy)
     tokenizer, asked, seeds = data.Tokenizer(folder), prompts() * 4, list(range(32))
     whole = engine.generate(ask(asked, seeds, 30), 1.0)
@@ -271,8 +270,7 @@ def test_samples_end_with_the_token_that_completes_a_stop_text(engine, policy, f
 
 
 def test_greedy_and_top_p_follow_their_definition(engine, policy):
-    """At top_p the tokens stay within the nucleus, and the log-probs are renormalised over it. No rounding moves its
-    edge: top_p is in the middle of the last token's probability, which is much larger than the next one's."""
+    """Tokens stay within the nucleus, and log-probs are renormalised over it; no rounding moves its edge."""
     engine.sync(policy)
     prob_V = full_logits(policy, prompts()[0])[-1].double().softmax(dim=-1)
     sorted_V, place_V = prob_V.sort(descending=True)

@@ -67,8 +67,7 @@ def recorded(monkeypatch):
 
 
 def test_engines_over_several_gpus_share_no_memory_that_expandable_segments_refuse(recorded, monkeypatch):
-    """Custom all-reduce exports buffers of CUDA graphs by cudaIpcGetMemHandle, and the process then exits
-    (vllm-project/vllm#42609). hardware.find_device turns expandable segments on."""
+    """Custom all-reduce exports buffers by cudaIpcGetMemHandle; the process then exits (vllm-project/vllm#42609)."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)

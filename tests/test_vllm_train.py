@@ -103,8 +103,7 @@ rollout_vllm.VLLMEngine.sync = late
 
 
 def test_preflight_and_metric_see_an_engine_one_update_behind_and_the_correction_weighs(tmp_path):
-    """It has the weights of the sync before, and steps are so large that this is more than rounding. For the metric the
-    preflight, which would stop the run, is off."""
+    """It has the weights of the sync before. For the metric the preflight, which would stop the run, is off."""
     checks = run(*after(LATE), "--check")
     assert checks.returncode == 2 and "FAIL  engine's log-probs" in checks.stdout, checks.stdout + checks.stderr
     done = run(*after(LATE + """
@@ -245,8 +244,7 @@ def test_rollouts_that_are_aborted_go_on_with_vllm(tmp_path):
 
 
 def test_both_engines_evaluate_to_the_same_answers(tmp_path):
-    """eval.py, greedy: every text, grade and score; only the engine's name in the head differs. In bfloat16, where two
-    tokens are often equally likely, most of the texts and grades."""
+    """Greedy: every text, grade and score. In bfloat16, where two tokens may be equally likely, most of them."""
     results = {}
     for engine in ("torch", "vllm"):
         done = run(sys.executable, "eval.py", "--model", "toy/model", "--data", "toy/test.jsonl", "--set",

@@ -216,8 +216,7 @@ def short(out: Path, base: Path, *changes: str):
 
 
 def test_an_adapter_goes_on_on_its_own_base_and_from_its_own_first_one_alone(tiny, tmp_path):
-    """To the first one a KL is taken, and an evaluation does not need it. Neither training nor evaluation takes a base
-    that was changed under its name."""
+    """A KL is taken to the first one; nothing takes a base that was changed under its name."""
     base, run, moved = shutil.copytree(tiny, tmp_path / "tiny0"), tmp_path / "run", tmp_path / "moved"
     written_by_peft(tiny, tmp_path / "adapter", r=2, lora_alpha=32)
     settings = [f"model.lora.path={tmp_path / 'adapter'}", "loss.kl=0.1"]

@@ -46,8 +46,7 @@ def test_the_soft_value_lies_between_mean_and_maximum_of_the_rewards_that_there_
 
 
 def test_a_table_of_soft_values_is_built_once_and_goes_on_where_it_was_cut_off(tmp_path, monkeypatch):
-    """In batches of as many completions as there are slots; a torn line is sampled again, whole ones are not. A run
-    that has trained since asks nobody again."""
+    """A torn line is sampled again, whole ones are not; a run that has trained since asks nobody again."""
     monkeypatch.setattr(join, "ROUNDS_A_WRITE", 1)
     cfg = toy_config(tmp_path / "run", "advantage.samples=4", "rollout.slots=8", "advantage.beta=0.25",
                      name="apo_gsm8k.yaml toy.yaml")

@@ -268,8 +268,7 @@ def test_the_rate_follows_the_effective_share_of_whole_completions(tmp_path):
                           "update.minibatches=2"])])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_that_is_cut_off_with_groups_under_way_resumes_as_the_same_run(name, settings, ranks, tmp_path):
-    """Another number of ranks goes on too, with the same pool; then parameters agree but for rounding: on two ranks the
-    same groups are whole after the same windows as on one."""
+    """Another number of ranks goes on with the same pool; parameters then agree but for rounding."""
     cfg = toy_config(tmp_path / "whole", *settings, "steps=4", "data.eval=null", "checkpoint.every=2", name=name)
     whole = trained_unchecked(cfg)
     first = replace(cfg, out=str(tmp_path / "cut"), steps=2)

@@ -90,8 +90,7 @@ def test_rewards_that_only_the_rounding_of_their_sum_tells_apart_are_equal():
 
 @pytest.mark.parametrize("correction", [0, 1])
 def test_decoupled_tells_rewards_apart_that_have_the_same_sum(correction):
-    """Right and long, or wrong and short: one reward, but two advantages. One component alone is the group z-score, up
-    to the step's scale, which is 1 after it, by the same correction. Without any difference there is no advantage."""
+    """Right and long, or wrong and short: one reward, two advantages. One component alone is the z-score, scaled."""
     parts = {"accuracy": [[1, 0, 0, 0], [1, 1, 0, 0]], "overlong": [[-1, 0, 0, -1], [0, 0, 0, 0]]}
     both = rewards(parts, {"accuracy": 1.0, "overlong": 1.0})
     assert both.total_NG[0, 0] == both.total_NG[0, 1]

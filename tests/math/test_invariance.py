@@ -99,8 +99,7 @@ def rolled(tmp_path_factory):
 
 
 def in_other_ways(by, cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> Iterator[tuple[float, Gradient]]:
-    """The same loss and gradient from small rows and from one large, recomputed in two ways, in chunks, in another
-    order."""
+    """The same loss and gradient from small rows and from a large one, recomputed, in chunks, in another order."""
     order = [2, 0, 3, 1]
     yield by(change(cfg, "pack.capacity=176", "model.checkpoint_blocks=all", "model.logp_chunk=7"), groups, adv_NG)
     yield by(change(cfg, "pack.capacity=100000", "model.checkpoint_blocks=selective"), [groups[n] for n in order],
@@ -199,8 +198,7 @@ def trained_unchecked(cfg: config.Config) -> Gradient:
 
 
 def step_metrics(folder) -> dict[str, float]:
-    """Everything logged but what does depend on the ranks: times, memory, how many rows there are to share out, and in
-    how many of them a prompt stands."""
+    """Everything logged but what does depend on the ranks: times, memory, and how rows are shared out."""
     shared_out = ("time/", "memory/", "pack/rows", "pack/tokens", "pack/density", "pack/imbalance")
     return {f"{i}/{key}": value for i, line in enumerate(runfolder.read_log(folder / "metrics.jsonl"))
             for key, value in line.items() if not key.startswith(shared_out)}
@@ -286,8 +284,7 @@ def test_a_run_goes_on_on_another_number_of_ranks_with_the_same_prompts_and_mask
 
 
 def test_pairs_that_lie_on_several_ranks_have_the_same_gradient(rolled, tiny, tmp_path):
-    """A pair alone leaves one of 3 ranks without a row: one of weight 0 keeps it in step, and holds a completion that
-    another rank has too."""
+    """A rank without a row of a pair is kept in step by one of weight 0, of a completion that another rank has."""
     cfg = objective("madpo", tmp_path / "run", f"model.path={tiny}", "pack.capacity=176")
     groups, adv_NG = rolled
     n = int(adv_NG.abs().sum(dim=1).argmax())

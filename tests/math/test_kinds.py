@@ -61,8 +61,7 @@ def offer_of(seed: int, advantage_only: bool) -> Candidates:
 
 @pytest.mark.parametrize("kind", COMPLETIONS)
 def test_a_pruner_keeps_candidates_alone_and_weighs_what_it_keeps(kind):
-    """And the same offer is pruned the same way again. With a KL (advantage_only=False) an unbiased
-    one may drop no candidate for ever, else none that has an advantage."""
+    """The same offer is pruned the same way again. With a KL an unbiased one may drop no candidate for ever."""
     settings = example(PRUNERS[kind])
     for seed, advantage_only in product(range(10), (True, False)):
         candidates = offer_of(seed, advantage_only)

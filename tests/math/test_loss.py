@@ -67,8 +67,7 @@ def test_k3_is_an_unbiased_estimate_of_the_kl_and_never_negative():
 
 
 def test_the_corrected_kl_has_the_gradient_of_the_kl_over_samples_of_any_policy():
-    """Sum over all tokens of p_old * (p / p_old) k3, by autograd: the gradient of KL(p, ref), and ratio (logp - ref)
-    per token; k3 alone gives neither, on the policy itself or off it."""
+    """Over all tokens, by autograd: the gradient of KL(p, ref), which k3 alone does not have."""
     generator = torch.Generator().manual_seed(0)
     old_V, ref_V = torch.randn(2, 50, dtype=torch.float64, generator=generator).log_softmax(-1)
     for moved in (0.0, 0.5):
@@ -158,16 +157,14 @@ def test_total_variation_keeps_a_rare_token_that_doubles_and_drops_a_frequent_on
 
 
 def test_binary_kl_by_hand():
-    """0.5 -> 0.6 has 0.0204 nats, 0.8 -> 0.96 has 0.1731; a certain token stays certain, and one that was not and now
-    is has moved by infinitely many."""
+    """0.5 -> 0.6 has 0.0204 nats, 0.8 -> 0.96 has 0.1731; one that is certain now, and was not, infinitely many."""
     m = logps([1.2, 1.2, 1.2, 1.0, 2.0, 1.2], [0.5, 0.8, 0.8, 1.0, 0.5, 0.5], [1, 1, -1, 1, 1, 1], [6])
     assert binary_kl(m, BinaryKl(divergence=0.05)).tolist() == pytest.approx([1.2, 0, 1.2, 1, 0, 1.2])
     assert binary_kl(m, BinaryKl(divergence=0.0203))[0] == 0 and binary_kl(m, BinaryKl(divergence=0.0205))[0] > 0
 
 
 def test_binary_kl_stops_no_token_for_its_rounding():
-    """The same logits, by log_softmax and as logit - logsumexp, as an engine and a trainer have them in float32:
-    nothing has moved, though of some likely tokens one of the two probabilities is 1 and the other is not."""
+    """The same logits as an engine and a trainer round them in float32: p is 1 by one of them and not by the other."""
     generator = torch.Generator().manual_seed(0)
     logits_CV = 6 * torch.randn(4000, 50, generator=generator)
     top_C1 = logits_CV.argmax(dim=1, keepdim=True)

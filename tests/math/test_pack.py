@@ -141,8 +141,7 @@ def test_cost_by_hand():
 
 
 def test_attention_costs_as_much_as_a_count_of_operations_says():
-    """Qwen2's tiny shape: per token and layer two products of heads x head_dim with half of the sequence, against two
-    operations for every weight."""
+    """Qwen2's tiny shape: two products of heads x head_dim with half of the sequence, two operations a weight."""
     model = decoder.Decoder(decoder.read_shape(TOY))
     operations = 2 * sum(p.numel() for p in model.parameters())
     attention = model.shape.layers * 4 * model.shape.heads * model.shape.head_dim * 100 / 2
@@ -230,8 +229,7 @@ def packed_rows(minibatch: Minibatch, settings: Pack, ranks: int) -> list[Plan]:
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_rows_are_of_the_smallest_capacity_that_keeps_the_rounds(window):
-    """Against all capacities, one after the other. Where a longer row could need more rows (it can: an anomaly of best
-    fit that is rare), the search may stop at another capacity, which keeps the rounds too."""
+    """Against all capacities. At an anomaly of best fit the search may stop at another that keeps the rounds too."""
     rng, smaller, anomalies = random.Random(3), 0, 0
     for _ in range(150):
         minibatch, ranks = drawn_minibatch(rng), rng.choice([1, 2, 3, 4, 8])
@@ -267,8 +265,7 @@ def test_the_cheapest_row_fills_up():
 @pytest.mark.parametrize(("shape", "tokens_packed", "expected"), [
     ((1, 1), 13, 7.0), ((2, 1), 2 * 13, 3.0), ((4, 4), 8 * 23, 0.0)])
 def test_ranks_without_work_are_uneven(shape, tokens_packed, expected, monkeypatch):
-    """`pack/imbalance` over groups x completions of equal length: a row of weight 0 costs its rank time that it would
-    only have waited, and is no work."""
+    """`pack/imbalance` over groups x completions of equal length: a row of weight 0 is no work."""
     ones_NG = torch.ones(shape, dtype=torch.float64)
     groups = make_groups([[10] * shape[1]] * shape[0], [3] * shape[0])
     minibatch = Minibatch(groups, ones_NG.bool(), ones_NG, ones_NG, ones_NG)

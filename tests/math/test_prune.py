@@ -329,8 +329,7 @@ def test_the_size_of_a_prompt_is_2_sqrt_p_1_minus_p(tmp_path):
 
 
 def test_probabilities_by_hand():
-    """Sizes 1 1 2 0 and 4 of a new one: the mean of the four is 1, so the fourth counts as 0.1, and 2 of them are
-    expected: 2 x 2 / 4.1 is below 1."""
+    """Sizes 1 1 2 0, a new one 4: of mean 1, so the fourth counts as 0.1, and 2 x 2 / 4.1 is below 1."""
     assert prune.proportional_prob(torch.tensor([1.0, 1, NAN, 2, 0]).double(), 0.5, 0.1).tolist() == pytest.approx(
         [2 / 4.1, 2 / 4.1, 1, 4 / 4.1, 0.2 / 4.1])
     assert prune.proportional_prob(torch.tensor([NAN, NAN]), 0.5, 0.1).tolist() == [1, 1]

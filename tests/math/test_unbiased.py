@@ -44,8 +44,7 @@ def candidates(normalize: str) -> Candidates:
     (HALF, "sequence", None, ["loss={trust: {kind: clip_sequence, low: 0.01, high: 0.01}}"]),
     (HALF, "constant", None, ["loss={kl_corrected: true, entropy: 0.3}"])])
 def test_the_mean_over_all_outcomes_is_the_full_gradient(pruning, normalize, order, settings, tiny, tmp_path):
-    """Whatever the advantage and the trust region: probabilities may come from rewards alone, before a critic's values
-    are known."""
+    """Whatever the advantage: probabilities may come from rewards alone, before a critic's values are known."""
     step = Step(tiny, tmp_path / "run", f"loss.normalize={normalize}", *settings)
     mean = mean_of(list(outcomes(candidates(normalize), pruning, order)), step.gradient)
     assert distance(mean, step.gradient(keep_all(ADV_NG))) < EXACT
@@ -83,8 +82,7 @@ def by_kind(kind: str) -> list[str]:
 
 
 def compared(step: Step, reward_NG: Tensor, rolled_out: tuple[bool, ...] = (True, True)) -> tuple[Rewards, Tensor]:
-    """Rewards and advantages of the prompts that are rolled out, from them alone. The second component is
-    in the first group alone, where it is half of the first; the third, of weight 0, is everywhere."""
+    """Rewards and advantages of the prompts rolled out, of components here and there, and of one of weight 0."""
     second_NG = torch.stack([reward_NG[0] / 2, torch.full_like(reward_NG[1], torch.nan)])
     components = {"first": reward_NG[list(rolled_out)], "second": second_NG[list(rolled_out)]}
     components["third"] = torch.ones_like(components["first"])
@@ -189,8 +187,7 @@ def both_levels(step: Step, monkeypatch, places: list[int], change=lambda batch:
     ("sequence", [0, 1], "prune.prompts={kind: pps, share: 0.5}", BY_SURPRISE)])
 def test_at_both_levels_together_the_mean_is_the_full_gradient(normalize, places, prompts, completions, tiny, tmp_path,
                                                                monkeypatch):
-    """Of a mini-batch, and of a whole step by PPS, whose sizes have the weights of prompts. Under token aggregation the
-    number of tokens of a prompt skipped is unknown: a config error."""
+    """Of a mini-batch, and of a whole step by PPS, whose sizes have the weights of prompts."""
     step = at_both(tiny, tmp_path / "run", f"loss.normalize={normalize}", prompts, completions=completions)
     assert both_levels(step, monkeypatch, places) < EXACT
 
