@@ -27,10 +27,7 @@ from verify.grade import grade
 
 
 def plain_epoch(model, optimizer, groups, adv_NG, old, ref, weight, batches, max_len) -> dict[str, float]:
-    """One pass over the mini-batches by the textbook: Dr. GRPO's constant, dual clip 1.3, clip 0.2 / 0.25, KL 0.3.
-
-    `weight` multiplies every token's whole term.
-    """
+    """One pass by the textbook: Dr. GRPO's constant, dual clip 1.3, clip 0.2 / 0.25, KL 0.3, times `weight`."""
     total = dict.fromkeys(("k3", "stopped", "seen", "norm", "loss"), 0.0)
     for members in batches:
         kept = [(n, g) for n, g in old if n in members]

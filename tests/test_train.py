@@ -133,10 +133,7 @@ def test_weights_change_only_after_they_have_been_copied(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, torch.nn.Module]:
-    """Where a finished run of one step lies beside its config, and its policy.
-
-    With two evaluation sets, and two mini-batches: the second runs under a policy that the engine never saw.
-    """
+    """Where a run of one step lies, and its policy: two evaluation sets, and two mini-batches."""
     place = tmp_path_factory.mktemp("finished")
     cfg = toy_config(place / "run", "steps=1", "update.minibatches=2", "optim.lr=1e-2", "optim.warmup_steps=4",
                      "rollout.temperature=0.7")

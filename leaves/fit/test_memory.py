@@ -163,10 +163,7 @@ def fitted(name: str, size: int, ranks: int):
 
 
 def head_line(name: str) -> str:
-    """The line of a published config's head: on how many GPUs it fits, with the GiB of each and what `auto` takes.
-
-    They are of 80 GB; or for an adapter one, of 24 GB where it fits with a group at a time.
-    """
+    """A config's head: on how many GPUs, of 80 GB or for an adapter of 24, it fits, and what `auto` takes."""
     cfg, said = config.load(name), []
     adapter = counts.adapter(cfg) is not None
     small = fitted(name, 24, 1)

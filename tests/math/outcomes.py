@@ -110,11 +110,7 @@ def outcomes(candidates: prune.Candidates, settings: Any, order: int | None = No
 
 
 def by_both(step: Step, prob_N: list[float], compare: Callable, monkeypatch) -> Iterator[tuple[float, Batch]]:
-    """Every outcome of drawing prompts with these probabilities and then completions, as a step's Batch.
-
-    What depends on the draw is computed anew in each: advantages from the prompts that it rolled out, and what pruning
-    is offered.
-    """
+    """Every outcome of drawing prompts and completions, as a Batch; what depends on the draw is computed anew."""
     selection, kind = Selection.of(step.cfg), step.cfg.prune.completions.kind
     for bits in itertools.product([True, False], repeat=len(prob_N)):
         draws = [PromptDraw(group.prompt, 3, prob, kept / prob)

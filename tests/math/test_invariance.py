@@ -68,10 +68,7 @@ def roll_out(cfg: config.Config) -> tuple[list, torch.Tensor]:
 
 
 def gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> tuple[float, Gradient]:
-    """Loss and gradient of the second pass over the rollout, by the functions of the training loop.
-
-    In between the policy is moved a little, so that ratios differ from 1, clips are active and the KL is not 0.
-    """
+    """Loss and gradient of the second pass: the policy has moved, so clips are active and the KL is not 0."""
     learner = learner_on(Path(cfg.model.path), cfg)
     for model, _ in learner.roles.values():
         nudge(model, 0.1)

@@ -289,10 +289,7 @@ def critic_of(learner: Learner):
 
 
 def gradient_of(learner: Learner, batch: Batch, moved: float) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Gradient and metrics of a pass over a whole batch, by the functions of the training step.
-
-    The policy is nudged by so much between what is scored before the update and the pass; by 0, one pass does both.
-    """
+    """Gradient and metrics of a pass by the training step, behind a nudge of the policy; by 0, one pass does both."""
     places = list(range(batch.offered))
     weighed = update.minibatch(learner, batch, places)
     scored = update.prepare_rows(learner, weighed, learner.rows(weighed), extra_pass=moved > 0)
