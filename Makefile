@@ -99,7 +99,7 @@ real: .venv/real     ## SmolLM2-135M-Instruct on word problems: CPPO, PPS and GR
 gpu-hour: .venv-gpu/ready ## GRPO, CPPO and two of PPS on GSM8K with Qwen2.5-0.5B on one GPU: accuracy and seconds by phase (about an hour)
 	.venv-gpu/bin/python experiments/gpu_hour.py
 
-court: .venv/run     ## twelve claims of 2025 and 2026 on one testbed, of runs kept in experiments/court.jsonl.xz
+court: .venv/run     ## thirteen claims of 2025 and 2026 on one testbed, of runs kept in experiments/court.jsonl.xz
 	$(VENV)/python experiments/court.py
 
 bench-peers: .venv/peers ## seconds of a step beside TRL's GRPOTrainer, phase by phase

@@ -88,7 +88,7 @@ class Selection:
     budget: int | None    # pack.budget
     advantage_only: bool  # the loss has no other gradient: a completion of advantage 0 has none
     advantage: kinds.Advantage
-    draws: int            # of survivors: one, or one for each epoch (update.redraw)
+    draws: int = 1        # of survivors: one, or one for each epoch (update.redraw)
 
     @staticmethod
     def of(cfg: Config) -> "Selection":

@@ -178,7 +178,7 @@ def test_a_run_that_is_kept_is_not_run_again_and_its_folder_goes(tmp_path, monke
     monkeypatch.setattr(kept_runs, "ROOT", tmp_path)
     make(results, compare.arm("grpo", "1e-4", 0), 0.1)
     before = results.read_bytes()
-    run, bar = compare.arm("cppo", "1e-4", 0), tqdm(disable=True)
+    run, bar = compare.arm("topk-step", "1e-4", 0), tqdm(disable=True)
     for _ in range(2):
         kept_runs.keep(run, results, bar)
     assert len(trained) == 1 and not (tmp_path / "runs" / "measured" / run.name).exists()
@@ -199,8 +199,8 @@ def test_a_run_that_is_kept_is_not_run_again_and_its_folder_goes(tmp_path, monke
     again = kept_runs.read(results)[run.name].about
     assert len(trained) == 2 and again == about | {"wall_seconds": again["wall_seconds"]}
     monkeypatch.setattr(sys.modules[__name__], "CHANGED", "diff --git a/train.py b/train.py\n")
-    kept_runs.keep(compare.arm("pps", "1e-4", 0), results, bar)
-    assert kept_runs.read(results)["pps-1e-4-test-seed0"].about["commit"] == "0" * 40 + " with changes"
+    kept_runs.keep(compare.arm("dppo-biased", "1e-4", 0), results, bar)
+    assert kept_runs.read(results)["dppo-biased-1e-4-test-seed0"].about["commit"] == "0" * 40 + " with changes"
 
 
 def test_first_steps_of_a_kept_run_are_evaluated_more_often_if_they_come_out_as_they_are_kept(tmp_path, monkeypatch):
@@ -239,7 +239,7 @@ def test_a_run_that_is_not_finite_is_kept_on_the_validation_split_alone(tmp_path
     trained, written, results, bar = [], [], tmp_path / "results.jsonl.xz", tqdm(disable=True)
     monkeypatch.setattr(kept_runs, "train_once", train_once)
     monkeypatch.setattr(kept_runs, "ROOT", tmp_path)
-    test = compare.arm("cppo", "1e-4", 0)
+    test = compare.arm("topk-step", "1e-4", 0)
     validation = replace(test, data=compare.VALIDATION)
     with pytest.raises(RuntimeError, match="not finite"):
         kept_runs.keep(validation, results, bar)  # for another reason: no file says so
@@ -250,8 +250,8 @@ def test_a_run_that_is_not_finite_is_kept_on_the_validation_split_alone(tmp_path
     for _ in range(2):
         kept_runs.keep(validation, results, bar)
     assert len(trained) == 3 and kept_runs.read(results)[validation.name].about["finite"] is False
-    assert compare.validated(results) == {"cppo": {"1e-4": [-math.inf]}}
-    assert "1e-4: not finite" in compare.rate_table(compare.validated(results), {"cppo": "5e-5"})[2]
+    assert compare.validated(results) == {"topk-step": {"1e-4": [-math.inf]}}
+    assert "1e-4: not finite" in compare.rate_table(compare.validated(results), {"topk-step": "5e-5"})[2]
 
 
 def test_a_run_of_other_settings_that_is_worth_something_is_not_deleted(tmp_path):
