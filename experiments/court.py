@@ -9,7 +9,7 @@ docs/court.md has the claims, written down before any run. Every run is a differ
 experiments/long_sums.yaml. An arm's learning rate is the best of a grid on the validation split.
 
 With --method, a file as try_method.py takes it is tried in the same way: three or four rates on the
-validation split, then five seeds, 20 to 25 minutes on 2 cores. Its config is the yaml file beside it, or else
+validation split, then five seeds, half an hour on 2 cores. Its config is the yaml file beside it, or else
 the testbed's, or --config; --set changes settings, but for those that the kept arms share. Its runs are kept
 in runs/court/, under a name that changes with the file and the config, though not with what the file imports;
 the same command goes on after Ctrl-C.
