@@ -42,8 +42,7 @@ SLOW := tests/test_recipes.py tests/test_examples.py::test_every_cell_runs_and_p
 	'tests/test_fake_gpu.py::test_an_update_waits_launches_and_computes_no_more_than_it_did[7B]' \
 	leaves/windows/test_flight.py leaves/fit/test_memory.py tests/test_court.py \
 	--deselect tests/test_out_of_memory.py::test_of_two_ranks_the_one_whose_memory_runs_out_ends_with_status_2_and_says_what_to_set \
-	--deselect tests/test_court.py::test_two_ranks_draw_and_decide_as_one \
-	--deselect tests/test_court.py::test_the_method_of_the_page_comes_to_a_verdict_and_a_changed_one_begins_anew
+	--deselect tests/test_court.py::test_the_method_of_the_page_is_compared_as_far_as_it_ran_and_a_changed_one_begins_anew
 
 test-slow: .venv/dev ## runs that are stopped, killed or out of memory go on as the same runs; recipes train
 	$(VENV)/python -m pytest -n 2 --dist worksteal -m slow $(SLOW)
