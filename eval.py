@@ -21,6 +21,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 
 import config
-from config import Config, ConfigError, Data, Reward
+from config import Config, Data, Reward
 from data import Task, load_problems, to_prompts
 from infra import dist
 from infra.device import engine_spec, find_device, fit_engine
@@ -38,10 +39,12 @@ from infra.rows import all_have_answers
 from infra.signals import exit_status
 from infra.tokenizer import Tokenizer
 from infra.weights import check_positions, find_model, read_shape
+from model import load_model
 from records import EngineSpec, Problem, Prompt, Request, Rewards, frozen, plain
 from rollout import Engine, start_engine
 from settings import leaves
-from settings.paths import matching, user_path
+from settings.loader import ConfigError
+from settings.paths import find_path, matching, user_path
 from verify.grade import grade, name_unreadable
 
 ROUNDS_BETWEEN_WRITES = 4   # how often all decoding slots are filled between two writes of the responses
@@ -177,6 +180,17 @@ def grade_responses(answers: list[tuple[str, Prompt, int]], held_out: EvalSet, l
 
 # ---- the command
 
+def find_loader(path: str) -> tuple[Path, Callable]:
+    """Find the folder of a model, or of the one that a checkpoint's run began with, and the function that
+    loads a policy from it, of a folder and a dtype."""
+    if (find_path(path) / "config.json").is_file():
+        return find_model(path), partial(load_model, device=torch.device("cpu"))
+    from infra.checkpoint import original_model
+    from policy import weights_of
+
+    return find_model(original_model(path)), partial(weights_of(path).policy, path)
+
+
 def name_changed_files(cfg: Config, names: list[str], tokenizer: Tokenizer) -> None:
     """Print which files of the user's are not the ones that a run began with, if a config is a run's."""
     for run in (user_path(name).parent for name in names):
@@ -203,11 +217,8 @@ def start_or_keep(started: list, name: str, spec: EngineSpec, model: str) -> Eng
 
 def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, started: list) -> dict:
     """Evaluate the model of a config; responses that `out` holds already are not sampled again."""
-    from infra.checkpoint import original_model
-    from policy import weights_of
-
-    device, path = dist.init(find_device(cfg.device)), cfg.model.path
-    folder = find_model(original_model(path))
+    device = dist.init(find_device(cfg.device))
+    folder, load_policy = find_loader(cfg.model.path)
     tokenizer = leaves.through("tokenizer", cfg, Tokenizer(folder, cfg.data, cfg.rollout.stop or ()))
     sets = [s.first(cfg.eval.limit) for s in load_sets(cfg.data, tokenizer, cfg.reward)]
     if cfg.reward.custom_file:
@@ -231,9 +242,9 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, star
         if finished := results.read_finished(out, head, args.k):
             return finished
         store = results.Store(out, head, ROUNDS_BETWEEN_WRITES * cfg.rollout.slots * dist.world_size())
-    engine = start_or_keep(started, engine_name, spec, path)
+    engine = start_or_keep(started, engine_name, spec, cfg.model.path)
     engine, _ = leaves.through("engine", cfg, (engine, tokenizer))
-    engine.sync(weights_of(path).policy(path, spec.folder, spec.dtype))
+    engine.sync(load_policy(spec.folder, spec.dtype))
     summaries = {}
     for s in sets:
         progress = s.name if dist.rank() == 0 else None

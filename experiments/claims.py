@@ -259,8 +259,9 @@ def correlation(error: list[float], learnt: list[float]) -> tuple[float, float, 
     return r, math.tanh(math.atanh(r) - half), math.tanh(math.atanh(r) + half)
 
 
-def of_errors(errors: dict[str, float], areas: dict[str, list[float]]) -> Rows:
-    """Correlate the pruned gradient's error with the area. A verdict must hold without FEWER_PROMPTS too."""
+def of_errors(errors: dict[str, float], areas: dict[str, list[float]], count: int) -> Rows:
+    """Correlate the pruned gradient's error with the area of `count` evaluations. A verdict must hold without
+    FEWER_PROMPTS too."""
     rows = []
     unbiased = [name for name in errors if not is_biased(name)]
     for which, names in (("", list(errors)), (" that are unbiased", unbiased)):
@@ -274,7 +275,7 @@ def of_errors(errors: dict[str, float], areas: dict[str, list[float]]) -> Rows:
             verdicts.add(verdict(-high, -low))
         rows.append(["a smaller error of the gradient teaches more",
                      f"log of the error and area over steps, {len(names)} arms{which}",
-                     f"correlation {told[0]}; {left_out} {told[1]}", "",
+                     f"correlation {told[0]}; {left_out} {told[1]}", str(count),
                      verdicts.pop() if len(verdicts) == 1 else "cannot tell"])
     return rows
 
@@ -293,8 +294,9 @@ def report(results: Path) -> None:
     arms = kept_arms(others, SEEDS, results) | six | controls
     errors = gradient_errors(results)
     learnt = {name: areas_of(pruned[name]) for name in errors}
+    fewest = min(int(own_counts(by_seed)) for by_seed in pruned.values())
     rows = [*of_speed(six), *of_areas(arms, *BIAS), *of_areas(arms, *SMALL_STEPS), *of_areas(arms, *SAVED),
-            *of_allocation(allocated), *of_errors(errors, learnt), *of_areas(at_rate, *BY_STEPS),
+            *of_allocation(allocated), *of_errors(errors, learnt, fewest), *of_areas(at_rate, *BY_STEPS),
             *of_areas(at_rate, *BY_TOKENS), *of_areas(at_rate, *NEEDED), *of_vapo(at_rate),
             *chain.from_iterable(of_areas(arms, *claim) for claim in BETTER)]
     print(*rate_table(areas, rates), "", sep="\n")

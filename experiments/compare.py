@@ -97,7 +97,7 @@ Areas = dict[str, list[float]]       # learning rate -> the area of each run
 def arm(name: str, rate: str, seed: int, data: str | None = None) -> Run:
     """Make a run of the comparison; with `data`, one to choose a rate by."""
     family, settings = OTHERS[name] if name in OTHERS else (name, TUNED[name])
-    again = AGAIN if name in SIX and not data else (0, 0)
+    again = AGAIN if name in SIX and not data else None
     return Run(name, (*settings, EVALUATED), rate, seed, family, data, again=again)
 
 

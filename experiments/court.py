@@ -177,7 +177,7 @@ BESIDE = (("cppo", ANCHOR, "trained tokens"), ("grpo-4-steps", ANCHOR, "steps"))
 def run_of(name: str, arm: Arm, rate: str, seed: int, tuning: bool = False) -> Run:
     often = ("eval.every=20",) if name in ARMS else ()
     data, more = (VALIDATION, ON_VALIDATION) if tuning else (None, ())
-    again = (0, 0) if tuning else AGAIN.get(name, (0, 0))
+    again = None if tuning else AGAIN.get(name)
     return Run(name, (*often, *arm.settings, *more), rate, seed, name, data, arm.recipe, arm.file, again)
 
 
@@ -227,7 +227,7 @@ def paired_gap(arms: Arms, name: str, other: str, cost: str, comparisons: int) -
     return area_gap(*both, cost, comparisons)
 
 
-def cell(gap: Gap | None) -> str:
+def gap_text(gap: Gap | None) -> str:
     return str(gap) if gap else ""
 
 
@@ -241,7 +241,7 @@ def claim_rows(arms: Arms) -> list[list[str]]:
         if claim.bound:
             test += f", above {claim.bound:.0f}"
         here = judge(gap.difference, claim.bound) if gap else "not run"
-        rows.append([str(claim.number), claim.text, test, cell(gap), here])
+        rows.append([str(claim.number), claim.text, test, gap_text(gap), here])
     return rows
 
 
@@ -252,7 +252,7 @@ def rate_rows(arms: Arms) -> list[list[str]]:
     for arm, other, cost in [*compared, *BESIDE]:
         if f"{other}-{AFTERWARDS[0]}" in ARMS:
             anchors = (other, *(f"{other}-{rate}" for rate in AFTERWARDS))
-            gaps = [cell(paired_gap(arms, arm, anchor, cost, 1)) for anchor in anchors]
+            gaps = [gap_text(paired_gap(arms, arm, anchor, cost, 1)) for anchor in anchors]
             rows.append([f"{arm} less {other}, area over {cost}", *gaps])
     return rows
 
@@ -311,7 +311,7 @@ def arm_head(arms: Arms, costs: Iterable[str] = COSTS) -> list[str]:
 
 def gap_rows(arms: Arms, costs: Iterable[str] = COSTS) -> list[list[str]]:
     """Compare the areas of each arm with the anchor's, at each cost."""
-    return [[name, *(cell(paired_gap(arms, name, ANCHOR, cost, 1)) for cost in costs)]
+    return [[name, *(gap_text(paired_gap(arms, name, ANCHOR, cost, 1)) for cost in costs)]
             for name in arms if name != ANCHOR]
 
 
@@ -384,7 +384,7 @@ def own_rows(arms: Arms, name: str, rates: dict[str, str]) -> list[list[str]]:
         gaps = {cost: paired_gap(arms, name, other, cost, 1) for cost in UNTIMED}
         gap = gaps["generated tokens"]
         here = judge(gap.difference) if gap else ""
-        rows.append([other, rates[other], *map(cell, gaps.values()), WORDS.get(here, here)])
+        rows.append([other, rates[other], *map(gap_text, gaps.values()), WORDS.get(here, here)])
     return rows
 
 

@@ -115,7 +115,7 @@ class Run:
     data: str | None = None    # a file to evaluate on in place of the test problems: the validation split
     recipe: str = RECIPE
     method: str = ""           # the file that brings the method, if it is none of the product's
-    again: tuple[int, int] = (0, 0)  # its first steps to run again, with so many between two evaluations
+    again: tuple[int, int] | None = None  # its first steps to run again, and those between two evaluations
 
     @property
     def split(self) -> str:
@@ -186,7 +186,7 @@ def keep(run: Run, results: Path, bar: tqdm) -> None:
     bar.set_description(run.name)
     if not is_kept(run, results):
         make(run, results)
-    if any(run.again):
+    if run.again:
         evaluate_again(run, results)
     bar.update()
 
@@ -237,8 +237,9 @@ def evaluate_again(run: Run, results: Path) -> None:
             if not key.startswith("time/") and before[key] != line[key]:
                 raise RuntimeError(f"{run.name} comes out otherwise than it is kept: step {line['step']} has "
                                    f"{key}={line[key]}, and had {before[key]}; run all of it again")
-    ran = {key: describe(run, folder)[key] for key in ("commit", "date", "machine")}
-    about = record.about | {"evaluated_again": ran | {"steps": sorted(missing)}}
+    ran = describe(run, folder)
+    later = {key: ran[key] for key in ("commit", "date", "machine")} | {"steps": sorted(missing)}
+    about = record.about | {"evaluated_again": later}
     append(run.name, Record(about, [kept[place] for place in sorted(kept)]), results)
     shutil.rmtree(folder)
 

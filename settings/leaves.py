@@ -9,7 +9,7 @@ A leaf is a folder and its line in LEAVES. Its `settings.py`, which imports no t
 
 A hook is a function of the config and a thing, which it returns, changed:
 
-    read        nested dicts of config files, twice, before they become a config
+    read        nested dicts of config files, in place of the config too, before they become one
     tokenizer   the Tokenizer, before prompts are rendered
     task        data.Task, before models are loaded
     weights     policy.Weights, by which models come by their weights

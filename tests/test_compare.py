@@ -337,7 +337,7 @@ def test_a_correlation_by_hand_and_a_verdict_that_two_arms_carry_is_none():
     names = [*claims.PRUNED]
     few = {name: 0.01 if name in claims.FEWER_PROMPTS else 1 + 0.1 * i for i, name in enumerate(names)}
     carried = {name: [50.0 if name in claims.FEWER_PROMPTS else 40 + i % 2] for i, name in enumerate(names)}
-    every, _ = claims.of_errors(few, carried)
+    every, _ = claims.of_errors(few, carried, 9)
     assert every[2].startswith("correlation -0.9") and every[-1] == "cannot tell"
     errors = claims.gradient_errors(kept_runs.RESULTS)
     assert len(errors) == 14 and sum(not claims.is_biased(name) for name in errors) == 7

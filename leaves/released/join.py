@@ -23,7 +23,7 @@ def text_of(source: Text) -> str:
     """Read a text, as the program sees it that has the file. Raises ConfigError."""
     path = find_path(source.file)
     try:
-        content = path.read_text()
+        content = path.read_bytes().decode()  # line ends as they are
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{PLACE}.file={source.file} cannot be read ({error}); give a file of a checkout "
                           "of the release") from None
@@ -31,7 +31,7 @@ def text_of(source: Text) -> str:
     if not isinstance(text, str):
         raise ConfigError(f"{PLACE}.field={source.field}: {path} has no text of that name; it is a dotted "
                           "key in a .yaml or .json file, or a variable of a .py file with a plain text")
-    digest = hashlib.sha256(text.encode()).hexdigest()
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
     if source.sha256 not in (None, digest):
         raise ConfigError(f"{PLACE}.sha256={source.sha256} must be {digest}, which the text in {path} has: "
                           "check out the commit that the hash is of, or leave it out")
@@ -44,7 +44,7 @@ def value_of(path: Path, content: str, field: str) -> Any:
         return look_up(parse(content, path), field)
     try:
         nodes = ast.walk(ast.parse(content))
-    except SyntaxError as error:
+    except (SyntaxError, ValueError, RecursionError) as error:  # ValueError: it has a NUL
         raise ConfigError(f"{PLACE}.file={path} is no Python file: {error}") from None
     values = {node.value.value for node in nodes if isinstance(node, ast.Assign)
               and isinstance(node.value, ast.Constant) and field in map(ast.unparse, node.targets)}
