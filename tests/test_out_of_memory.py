@@ -90,9 +90,9 @@ def test_a_run_out_of_memory_ends_with_status_2_and_a_whole_checkpoint(tmp_path,
     (tmp_path / "test.yaml").write_text(config.dump(cfg))
     true = train.update
 
-    def second(learner, batch, step, clock):
+    def second(learner, batch, step, clock, redrawn):
         with short_of_memory({0} if step else set(), "backward"):
-            return true(learner, batch, step, clock)
+            return true(learner, batch, step, clock, redrawn)
 
     monkeypatch.setattr(train, "update", second)
     assert command(train, "--config", tmp_path / "test.yaml") == 2
@@ -108,9 +108,9 @@ import torch, train
 from infra import checks, dist
 from test_out_of_memory import short_of_memory
 true = train.update
-def second(learner, batch, step, clock):
+def second(learner, batch, step, clock, redrawn):
     with short_of_memory({0} if step == 1 and dist.rank() == 1 and "--resume" not in sys.argv else set(), "backward"):
-        return true(learner, batch, step, clock)
+        return true(learner, batch, step, clock, redrawn)
 checks.before_run = lambda cfg, ready: ready
 train.update = second
 if __name__ == "__main__":

@@ -118,15 +118,15 @@ def watched(monkeypatch):
             seen["pool"] = thing.history
         return thing
 
-    def watch(learner, batch, step, clock):
+    def watch(learner, batch, step, clock, redrawn):
         seen["batch"].append(batch)
         seen["policy"].append(weights(learner.policy))
-        return true_update(learner, batch, step, clock)
+        return true_update(learner, batch, step, clock, redrawn)
 
-    def watched_choose(rolled, selection, seed):
+    def watched_choose(rolled, selection, seed, *epoch):
         seen["new"].append([draw for draw in rolled.draws if draw.age == 0])
         seen["rolled"].append(rolled)
-        return choose(rolled, selection, seed)
+        return choose(rolled, selection, seed, *epoch)
 
     monkeypatch.setattr(train, "update", watch)
     monkeypatch.setattr(train, "choose", watched_choose)
