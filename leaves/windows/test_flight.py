@@ -123,10 +123,10 @@ def watched(monkeypatch):
         seen["policy"].append(weights(learner.policy))
         return true_update(learner, batch, step, clock, redrawn)
 
-    def watched_choose(rolled, selection, seed, *epoch):
+    def watched_choose(rolled, selection, seed, epoch):
         seen["new"].append([draw for draw in rolled.draws if draw.age == 0])
         seen["rolled"].append(rolled)
-        return choose(rolled, selection, seed, *epoch)
+        return choose(rolled, selection, seed, epoch)
 
     monkeypatch.setattr(train, "update", watch)
     monkeypatch.setattr(train, "choose", watched_choose)
