@@ -86,8 +86,11 @@ class Conversation:
         seed = dist.seed_for(cfg.seed, len(self.messages), "chat")
         request = Request(Prompt("chat", ids, "", self.row), seed, limit)
         sample, = self.engine.generate([request], cfg.eval.temperature, cfg.eval.top_p, "tokens")
-        text = tokenizer.read(sample.ids)
-        self.messages += [*asked, {"role": "assistant", "content": text}]
+        text = content = "".join(tokenizer.read(sample))
+        if len(sample.turns) > 1:  # the next prompt repeats the marks between turns
+            ids = sample.ids[:-1] if sample.ids[-1] in tokenizer.ends else sample.ids
+            content = tokenizer.opened + tokenizer.decode(ids, special=True)
+        self.messages += [*asked, {"role": "assistant", "content": content}]
         return text if sample.finished else f"{text} [cut off after {sample.own} tokens]"
 
 

@@ -63,7 +63,7 @@ class Sampler:
     def score(self, groups: list[Group]) -> Rewards:
         """Score the completions of whole groups. Each rank scores its `local_slice`; all get all rewards."""
         answered = [(sample, group.prompt) for group in groups for sample in group.samples]
-        completions = [(self.tokenizer.read(sample.ids[:sample.end]), prompt, sample.own)
+        completions = [(self.tokenizer.read(sample), prompt, sample.own)
                        for sample, prompt in dist.local_slice(answered)]
         names = list_components(self.reward, self.graded)
         values = score(completions, self.sampling.max_new_tokens, self.reward, self.graded)

@@ -21,7 +21,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -149,21 +149,22 @@ def sample_responses(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, re
     asked = [Request(prompt, dist.seed_for(sampling.seed, prompt.id, k, "eval"), sampling.max_new_tokens)
              for prompt, k in local]
     samples = engine.generate(asked, sampling.temperature, sampling.top_p, progress)
-    answers = [(tokenizer.read(sample.ids[:sample.end]), prompt, sample.own)
+    answers = [(tokenizer.read(sample), prompt, sample.own)
                for (prompt, _), sample in zip(local, samples, strict=True)]
     judged = grade_responses(answers, held_out, sampling.max_new_tokens)
     responses = []
-    for (text, prompt, tokens), (_, k), sample, verdict in zip(answers, local, samples, judged, strict=True):
+    for (turns, prompt, tokens), (_, k), sample, verdict in zip(answers, local, samples, judged, strict=True):
         responses.append({"id": prompt.id, "k": k, "tokens": tokens, "finished": sample.finished,
-                          "text": text} | verdict)
+                          "text": turns[-1]} | verdict | ({"turns": turns} if len(turns) > 1 else {}))
     return dist.gather(responses)
 
 
-def grade_responses(answers: list[tuple[str, Prompt, int]], held_out: EvalSet, longest: int) -> list[dict]:
-    """Grade answers (text, prompt, tokens) if the set has gold ones, and score them by its reward."""
+def grade_responses(answers: list[tuple[Sequence[str], Prompt, int]], held_out: EvalSet,
+                    longest: int) -> list[dict]:
+    """Grade answers (turns, prompt, tokens) if the set has gold ones, and score them by its reward."""
     judged = [{} for _ in answers]
     if held_out.graded:
-        judged = grade([(prompt.answer, text) for text, prompt, _ in answers])
+        judged = grade([(prompt.answer, turns[-1]) for turns, prompt, _ in answers])
     if held_out.reward is None:
         return judged
     from reward import list_components, score

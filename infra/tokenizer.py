@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from functools import partial
+from itertools import takewhile
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,13 @@ from tokenizers.models import BPE
 from config import ConfigError, Data
 from infra.trial import try_first
 from infra.weights import read_shape
-from records import Stops
+from records import Sample, Stops
 from settings.loader import SHORT, in_short, read_json
 
 # Every template gets them, beside special tokens.
 RENDER_ARGUMENTS = ("messages", "add_generation_prompt", "tools", "documents", "strftime_now")
 MARKER = re.compile(r"<\|[^<>|\s]+\|>")  # how most templates write a special token
+ASKED, ANSWERED = {"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}
 OPENING_TAG = re.compile(r"<[A-Za-z][\w:-]*>\s*")
 
 
@@ -81,6 +83,7 @@ class Tokenizer:
         else:
             self.source, self.template, self.own_template = self.plain, None, None
         self.opened = self.find_opened()
+        self.ends = self.eos_ids | self.find_borders()  # a turn of the policy is read up to one of them
         # The settings that name files of the user's, and the texts that were read.
         self.own_files = {"data.chat_template": self.own_template}
 
@@ -161,9 +164,22 @@ class Tokenizer:
         """Find the first special token that the template writes behind an answer; None without one."""
         if self.template is None:
             return None
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
-        tail = self.conversation(messages, generate=False).rpartition("ANSWER")[2]
-        return next((i for i in self.encode([tail])[0] if not self.decode([i])), None)
+        text = self.conversation([ASKED, ANSWERED], generate=False)
+        return next(iter(self.special_ids(text.rpartition("ANSWER")[2])), None)
+
+    def find_borders(self) -> set[int]:
+        """Find the special tokens that the template writes between an answer and the user's next words."""
+        if self.template is None:
+            return set()
+        try:
+            text = self.conversation([ASKED, ANSWERED, ASKED], generate=False)
+        except ConfigError:  # said with the first problem, if it fails there too
+            return set()
+        return {*self.special_ids(text.rpartition("ANSWER")[2].rpartition("QUESTION")[0])}
+
+    def special_ids(self, text: str) -> list[int]:
+        added = self.rust.get_added_tokens_decoder()
+        return [i for i in self.encode([text])[0] if i in added and added[i].special]
 
     def find_ends(self) -> frozenset[int]:
         """Collect every id that ends a completion, from all files: an id left out would end none."""
@@ -238,11 +254,29 @@ class Tokenizer:
         """Decode tokens, by default without special ones, the EOS among them."""
         return self.rust.decode(list(ids), skip_special_tokens=not special)
 
-    def read(self, ids: Iterable[int]) -> str:
-        """Decode a completion as rewards and the verifier read it: behind the tags that its prompt opens,
-        with special tokens that mark something, and without EOS, BOS and padding."""
-        shown = [i for i in ids if i not in self.hidden]
-        return self.opened + self.rust.decode(shown, skip_special_tokens=False)
+    def show(self, ids: Iterable[int]) -> str:
+        """Decode tokens with the special ones that mark something, without EOS, BOS and padding."""
+        return self.rust.decode([i for i in ids if i not in self.hidden], skip_special_tokens=False)
+
+    def read(self, sample: Sample) -> tuple[str, ...]:
+        """Decode the turns of a completion, the policy's by turns with an environment's; the last is the
+        policy's, which the verifier and rewards read.
+
+        A turn of the policy ends before its first token that ends one, however such tokens are spelled, and
+        begins with the tags that its prompt opens.
+        """
+        texts, opened = [], self.opened
+        for start, to in sample.turns:
+            if start >= sample.end:  # a reply that nobody has read
+                break
+            ids = sample.ids[start:to]
+            if len(texts) % 2 == 0:
+                texts.append(opened + self.show(takewhile(lambda i: i not in self.ends, ids)))
+            else:
+                reply = self.show(ids)
+                opened = self.opened if reply.endswith(self.opened) else ""
+                texts.append(reply.removesuffix(opened))
+        return tuple(texts)
 
 
 def as_messages(question: str | Sequence[dict], system: str | None) -> list[dict]:

@@ -196,7 +196,7 @@ def test_marks_that_are_special_tokens_reach_the_rewards_and_ends_do_not(tmp_pat
     text = f"<think>{REASONED}"
     ids = read.encode([f"{text}<|im_end|>"])[0]
     assert {rust.token_to_id(mark) for mark in marks} < set(ids)
-    assert read.decode(ids) == "2 + 2\n\n4" and read.read(ids) == text
+    assert read.decode(ids) == "2 + 2\n\n4" and read.read(Sample(ids, [0.0] * len(ids), True)) == (text,)
     assert formats(read, f"{text}<|im_end|>") == 1
 
 

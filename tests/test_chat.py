@@ -28,7 +28,7 @@ def sampled_at_once(conversation: chat.Conversation, messages: list[dict], row: 
     tokenizer = conversation.tokenizer
     ids, = tokenizer.encode([tokenizer.render(messages, None)])
     sample, = conversation.engine.generate([Request(Prompt("q", ids, "", row), 0, 64)], 0.0)
-    return tokenizer.read(sample.ids)
+    return "".join(tokenizer.read(sample))
 
 
 def test_an_answer_is_to_the_whole_conversation():

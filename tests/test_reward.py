@@ -19,7 +19,7 @@ def parts_of(text: str, gold: str = "42", tokens: int = 1, longest: int = 10,
              **settings: object) -> dict[str, float]:
     cfg = Reward(**({"accuracy": 0.0} | settings))
     problem = Prompt("q", (1,), gold)
-    return dict(zip(reward.list_components(cfg), score([(text, problem, tokens)], longest, cfg)[0], strict=True))
+    return dict(zip(reward.list_components(cfg), score([((text,), problem, tokens)], longest, cfg)[0], strict=True))
 
 
 def total(parts: dict[str, float], cfg: Reward) -> float:
@@ -83,12 +83,6 @@ def test_the_span_of_rewards_holds_every_component():
         for text, tokens in itertools.product(texts, (1, 7, 99)):
             assert low <= parts_of(text, tokens=tokens, **settings)[name] <= high
     assert reward_range({"custom": 0.5, "mine": -2.0}) == (-2.5, 2.5)
-
-
-def test_what_is_written_behind_the_end_does_not_count():
-    assert parts_of("#### 41<|im_end|>#### 42", accuracy=1.0)["accuracy"] == 0
-    assert parts_of("41<|endoftext|><answer>42</answer>", tag_exact=1.0)["tag_exact"] == 0
-    assert parts_of("#### 42<|im_end|>\n#### 41", accuracy=1.0)["accuracy"] == 1
 
 
 @pytest.mark.parametrize(("text", "gold", "notes"), [

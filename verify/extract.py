@@ -13,8 +13,6 @@ from verify.spelling import undouble
 
 TAIL, MARKS = 1000, 50  # characters read after a mark; only so many last marks are tried
 
-END = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id|eom_id|end_of_text)\|>|<｜[^｜\n]{1,40}｜>|"
-                 r"</s>|<eos>|<end_of_turn>")
 BOX = r"(?<!\\)\\+(?:boxed|fbox)(?![a-zA-Z])\s*"  # a model may write its backslash twice
 BRACED = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 # A box without braces holds one token in TeX. Here it holds the formula or the number up to a space or a
@@ -39,11 +37,6 @@ VERB = re.compile(r".*\s(?:is|are|equals)\s+", re.DOTALL)
 FILLER = re.compile(r"^(?:(?:therefore|thus|indeed|then|simply|exactly|just|only|approximately|about|clearly|"
                     r"option|choice)\b,?\s*)+(?=\S)", re.IGNORECASE)
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)")
-
-
-def until_end(text: str) -> str:
-    """Cut a text off before the first end token that is written in it (<|im_end|>)."""
-    return END.split(text, maxsplit=1)[0]
 
 
 def last_tag(text: str) -> str | None:
@@ -121,9 +114,9 @@ def read_phrase(tail: str) -> str:
 def extract(text: str) -> str | None:
     """Return the final answer that a completion marks, None if it marks none.
 
-    Text behind an end-of-sequence token does not count. Thoughts count only if no answer follows them.
+    Thoughts count only if no answer follows them.
     """
-    text = undouble(until_end(text))
+    text = undouble(text)
     for searched in dict.fromkeys((text.rpartition("</think>")[2], text)):
         for find in (last_boxed, last_mark):
             if (answer := find(searched)) is not None:

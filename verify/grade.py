@@ -2,8 +2,7 @@
 
 Cheap comparisons come first: the caller's process compares spelling, structure and numbers (answer.py). A
 worker process compares expressions (algebra.py); the kernel ends it after VERIFY_SECONDS of computing and
-gives it no more than VERIFY_BYTES. So no text can hang or crash the trainer, and no worker outlives it. Text
-behind an end-of-sequence token does not count.
+gives it no more than VERIFY_BYTES. So no text can hang or crash the trainer, and no worker outlives it.
 """
 
 import functools
@@ -13,7 +12,7 @@ from dataclasses import replace
 
 from verify.answer import answers_equal, is_readable
 from verify.errors import VerifyError
-from verify.extract import extract, last_number, last_tag, until_end
+from verify.extract import extract, last_number, last_tag
 from verify.number import number, same_numbers
 from verify.workers import WORKERS, Call, Limits, OverLimit
 
@@ -104,8 +103,7 @@ def grade(pairs: list[tuple[str, str]]) -> list[dict]:
     the last number is right, and `lenient` whether that or the answer is.
     """
     golds = [gold for gold, _ in pairs]
-    texts = [until_end(text) for _, text in pairs]
-    answers = [extract(text) for text in texts]
+    answers = [extract(text) for _, text in pairs]
     asked = list(zip(golds, answers, strict=True))
     verdicts = judge(asked, FIRST_SECONDS)
     slow = {pair for pair in asked if verdicts[pair] == "timed_out"}
@@ -113,7 +111,7 @@ def grade(pairs: list[tuple[str, str]]) -> list[dict]:
     if share > FIRST_SECONDS:
         verdicts |= judge(slow, share)
     grades = []
-    for gold, text, answer in zip(golds, texts, answers, strict=True):
+    for (gold, text), answer in zip(pairs, answers, strict=True):
         verdict = verdicts[gold, answer]
         last_right = last_number_equal(gold, text)
         grades.append({"answer": answer, "verdict": verdict, "last_number": last_right,

@@ -199,10 +199,8 @@ class EnvironmentEngine:
         if not (piece.finished and self.splicer.ends_turn(piece.ids[-1])):
             return None
         whole = join(request.so_far, piece)
-        start, _ = whole.turns[-1]
-        text = self.tokenizer.read(whole.ids)
-        newest = self.tokenizer.read(whole.ids[start:])
-        return self.file.ask(text, newest, request.prompt.row)
+        turns = self.tokenizer.read(whole)
+        return self.file.ask("".join(turns), turns[-1], request.prompt.row)
 
     def answered(self, request: Request, piece: Dialogue, call: Call | None) -> Dialogue:
         """Append the reply to a turn if it fits, and count its calls."""

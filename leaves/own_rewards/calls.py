@@ -37,21 +37,21 @@ class RewardCall:
     """The arguments of a completion's reward. Rows are compared by identity and not by content: two sets may
     ask the same question of different rows."""
 
-    text: str
+    turns: tuple[str, ...]
     gold: str
     tokens: int
     row: dict = field(compare=False)
     row_id: int  # id(row); the row lives as long as this
 
 
-def start_call(own: RewardFile, problem: Problem | Prompt, text: str, tokens: int) -> Call:
+def start_call(own: RewardFile, problem: Problem | Prompt, turns: Sequence[str], tokens: int) -> Call:
     """Start all functions on one completion, in one call. An equal completion is not judged again."""
-    return start_once(own, RewardCall(text, problem.answer, tokens, problem.row, id(problem.row)))
+    return start_once(own, RewardCall(tuple(turns), problem.answer, tokens, problem.row, id(problem.row)))
 
 
 @functools.lru_cache(maxsize=20_000)
 def start_once(own: RewardFile, judged: RewardCall) -> Call:
-    values = judged.text, judged.gold, judged.tokens, judged.row
+    values = judged.turns[-1], judged.gold, judged.tokens, judged.row, judged.turns
     return own.call(call_functions, own.functions, values)
 
 
@@ -93,6 +93,6 @@ def try_functions(cfg: Reward, *sets: Sequence[Problem]) -> None:
     read_file.cache_clear()
     own = RewardFile.of(cfg)
     rows = [row for problems in sets for row in (problems[0], problems[-1])]
-    calls = [start_call(own, problem, problem.solution or problem.answer, 1) for problem in rows]
+    calls = [start_call(own, problem, (problem.solution or problem.answer,), 1) for problem in rows]
     for problem, call in zip(rows, calls, strict=True):
         own.first_value(call, f" (row {problem.id})")

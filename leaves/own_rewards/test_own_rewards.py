@@ -38,7 +38,7 @@ def own(path: str, custom: float | dict = 1.0, **settings: object) -> Reward:
 
 def parts(cfg: Reward, *texts: str, gold: str = "42", tokens: int = 3) -> list[dict[str, float]]:
     prompt = Prompt("q", (1,), gold, ROW)
-    scores = score([(text, prompt, tokens) for text in texts], 10, cfg)
+    scores = score([((text,), prompt, tokens) for text in texts], 10, cfg)
     return [dict(zip(list_components(cfg), values, strict=True)) for values in scores]
 
 
@@ -49,22 +49,22 @@ def parts(cfg: Reward, *texts: str, gold: str = "42", tokens: int = 3) -> list[d
 def test_a_function_gets_what_its_parameters_ask_for(parameters, seen):
     scope: dict = {}
     exec(f"def reward({parameters}):\n    global seen\n    seen = {seen}\n    return 0.5", scope)
-    values = ("good", "42", 3, ROW)
+    values = ("good", "42", 3, ROW, ("good",))
     assert worker.call_one(scope, "reward", values) == 0.5
-    known = {"text": "good", "gold": "42", "tokens": 3, "row": ROW}
+    known = {"text": "good", "gold": "42", "tokens": 3, "row": ROW, "turns": ("good",)}
     assert scope["seen"] == eval(seen, known | {"given": known, "other": 5})
 
 
 @pytest.mark.parametrize("value", [0, True, -1, None, np.float32(0.5), torch.tensor(0.25)])
 def test_what_counts_as_a_number(value):
-    assert worker.call_one({"reward": lambda text: value}, "reward", ("", "", 1, {})) == value
+    assert worker.call_one({"reward": lambda text: value}, "reward", ("", "", 1, {}, ("",))) == value
 
 
 def test_functions_of_one_file_are_components_with_weights_and_none_adds_nothing(tmp_path):
     path = file_of(tmp_path, "def brief(tokens):\n    return -1 if tokens > 5 else tokens / 10\n"
                              "def tested(text, row):\n    return None if 'x' in text else row['tests'][0]\n")
     cfg = own(path, {"brief": 0.5, "tested": 2.0})
-    one, none = parts(cfg, "a", "x<|im_end|>")
+    one, none = parts(cfg, "a", "x")
     assert (one["brief"], one["tested"]) == (0.3, 1.0) and none["brief"] == 0.3
     assert none["tested"] != none["tested"] and (one["timed_out"], one["died"]) == (0, 0)
     components = {name: torch.tensor([[one[name], none[name]]], dtype=torch.float64) for name in list_components(cfg)}
@@ -78,7 +78,7 @@ def test_functions_of_one_file_are_components_with_weights_and_none_adds_nothing
 def test_a_function_sees_the_text_up_to_its_end_and_a_row_that_no_other_call_has_changed(tmp_path):
     path = file_of(tmp_path, "def first(text, row):\n    row['tests'].append(9)\n    return -1 if '<' in text else 0\n"
                              "def second(row):\n    return len(row['tests']) / 4\n")
-    results = parts(own(path, {"first": 1, "second": 1}, custom_workers=1), "a<|im_end|>", "b", "c")
+    results = parts(own(path, {"first": 1, "second": 1}, custom_workers=1), "a", "b", "c")
     assert [(p["first"], p["second"]) for p in results] == [(0, 0.5)] * 3
     assert ROW["tests"] == [1, 2]
 
@@ -90,7 +90,7 @@ def test_a_completion_is_judged_once_and_by_its_problem(tmp_path):
     cfg = own(path, custom_workers=1)
     one, other = {"id": "1"}, {"id": "2"}
     for row in (one, one, other):  # of two sets, perhaps: nothing but the row tells them apart
-        score([("a", Prompt("0", (1,), "", row), 3)] * 2, 10, cfg)
+        score([(("a",), Prompt("0", (1,), "", row), 3)] * 2, 10, cfg)
     assert (tmp_path / "calls").read_text() == "a1a2"
 
 
@@ -302,7 +302,7 @@ HOSTILE = {
                "it raises KeyError in line 2: 'nothing'; the row has id, question, answer"),
     "own key": (END + "return {}['id']", r"it raises KeyError in line 2: 'id' \(row toy/train/0\)$"),
     "verl's": ("def reward(data_source, solution_str, ground_truth, extra_info=None):\n    return 1",
-               r"reward\(\) asks for data_source, solution_str, ground_truth; it can have text, gold, tokens, row, of"),
+               r"reward\(\) asks for data_source, solution_str, ground_truth; it can have text, gold, tokens, row, turns"),
     "unpicklable": ("class Odd(Exception):\n    def __init__(self, a, b):\n        self.f = lambda: a\n"
                     "    def __str__(self):\n        raise self\n" + END + "raise Odd(1, 2)",
                     "raises Odd in line 7: a Odd"),

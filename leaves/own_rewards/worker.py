@@ -8,15 +8,17 @@ from collections.abc import Callable, Sequence
 
 from infra.user_worker import Source, WrongFile, on_one_line, run_guarded
 
-ARGUMENTS = ("text", "gold", "tokens", "row")  # the completion, the gold answer, tokens sampled, the data row
+# What the policy has said last, the gold answer, tokens sampled, the data row, and all turns of the
+# conversation as texts: the policy's, by turns with those of an environment.
+ARGUMENTS = ("text", "gold", "tokens", "row", "turns")
 
 
 def call_functions(source: Source, seconds: float, names: Sequence[str],
                    values: tuple) -> list[float | None] | str:
     """Call functions of a file on one completion, `values` of ARGUMENTS. Returns their values, or an error as
     text."""
-    return run_guarded(
-        source, seconds, values[-1], lambda scope: [call_one(scope, name, values) for name in names])
+    row = values[ARGUMENTS.index("row")]
+    return run_guarded(source, seconds, row, lambda scope: [call_one(scope, name, values) for name in names])
 
 
 def call_one(scope: dict, name: str, values: tuple) -> float | None:

@@ -23,7 +23,7 @@ from infra.tokenizer import as_messages
 from learner import Learner
 from model import Decoder
 from pack import Minibatch
-from records import Group, Problem, Prompt, Request, Row
+from records import Group, Problem, Prompt, Request, Row, Sample
 from reward import COMPONENTS, list_components, score
 from rollout import Engine
 from verify.answer import strip_spaces
@@ -181,9 +181,10 @@ def check_rewards(settings: Reward, task: Task) -> Check:
     missing = {name for name in built_in.weights if answered or name not in NEED_ANSWER}
     best = {name: COMPONENTS[name][2 if built_in.weights[name] > 0 else 1] for name in missing}
     for problem in answered or task.problems[:1]:
-        texts = map(tokenizer.read, tokenizer.encode(forge(problem.answer, tokenizer.opened)))
-        rows = score([(text, problem, 1) for text in texts], 2 * (settings.overlong_tokens or 1), built_in,
-                     task.graded)
+        forged = tokenizer.encode(forge(problem.answer, tokenizer.opened))
+        samples = [Sample(ids, [0.0] * len(ids), finished=True) for ids in forged]
+        rows = score([(tokenizer.read(sample), problem, 1) for sample in samples],
+                     2 * (settings.overlong_tokens or 1), built_in, task.graded)
         reached = dict(zip(list_components(built_in, task.graded), zip(*rows, strict=True), strict=True))
         missing -= {name for name in missing if best[name] in reached[name]}
         if not missing:

@@ -25,7 +25,7 @@ from collect import Sampler
 from infra import dist
 from leaves.votes.settings import Votes
 from records import Batch, Group, Metrics, PromptDraw, Rewards, Rolled, Sample, frozen
-from verify.extract import extract, until_end
+from verify.extract import extract
 from verify.grade import VERIFY_SECONDS, judge
 from verify.statistics import reduce_spelling
 
@@ -160,8 +160,7 @@ class VotingSampler:
         """Read the votes of each prompt's completions; each rank reads its `local_slice`."""
         ballots = []
         for of_prompt in dist.local_slice(samples):
-            texts = [self.sampler.tokenizer.read(s.ids[:s.end]) for s in of_prompt]
-            answers = [extract(until_end(text)) for text in texts]
+            answers = [extract(self.sampler.tokenizer.read(sample)[-1]) for sample in of_prompt]
             ballots.append(classify(answers, first_equal))
         return dist.gather(ballots)
 

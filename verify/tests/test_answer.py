@@ -47,8 +47,7 @@ from verify.number import LONGEST, number
     (r"\boxed{7}. In \boxed as asked.", "7"), (r"\boxed{7} \fboxsep3pt", "7"), (r"(\boxed7)", "7"),
     (r"\\boxed{6}, \\boxed{\\frac{1}{2}}", r"6, \frac{1}{2}"), (r"\boxed{6}. Then \\boxed{7}", "7"),
     (r"\\boxed{6}. Then \boxed{7}", "7"), ("x \\\\\n\\boxed{7}", "7"), (r"x \\\boxed{7}", "7"), (r"\\boxed{7", ""),
-    ("5<｜end▁of▁sentence｜>Answer: 6", None), ("The answer is yes.", "yes"), ("just 12", None), ("", None),
-    (r"\boxed{5}<|im_end|>\boxed{6}", "5"), ("I do not know.</s>The answer is 6", None),
+    ("The answer is yes.", "yes"), ("just 12", None), ("", None),
 ])
 def test_extract(text, marked):
     assert extract(text) == marked
