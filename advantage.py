@@ -28,8 +28,7 @@ def advantage(rewards: Rewards, settings: Any) -> Tensor:
 
 
 def flat_groups(reward_NG: Tensor) -> Tensor:
-    """Mark groups of rewards that are equal within ROUNDING, bool [N]. Not by std > 0: the mean of equal floats
-    may be off."""
+    """Mark groups of equal rewards, within ROUNDING, bool [N]. Not by std > 0: a mean may be off."""
     high_N = reward_NG.nan_to_num(nan=-torch.inf).amax(dim=1)
     low_N = reward_NG.nan_to_num(nan=torch.inf).amin(dim=1)
     return high_N - low_N <= ROUNDING

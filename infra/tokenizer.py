@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import date
 from functools import partial
 from itertools import takewhile
@@ -83,7 +84,9 @@ class Tokenizer:
         else:
             self.source, self.template, self.own_template = self.plain, None, None
         self.opened = self.find_opened()
-        self.ends = self.eos_ids | self.find_borders()  # a turn of the policy is read up to one of them
+        self.ends = self.eos_ids  # a turn of the policy is read up to one of them
+        with suppress(ConfigError):  # said with the first problem, if the template fails there too
+            self.ends |= {*self.behind_answer(ASKED)}
         # The settings that name files of the user's, and the texts that were read.
         self.own_files = {"data.chat_template": self.own_template}
 
@@ -162,24 +165,15 @@ class Tokenizer:
 
     def closing_token(self) -> int | None:
         """Find the first special token that the template writes behind an answer; None without one."""
-        if self.template is None:
-            return None
-        text = self.conversation([ASKED, ANSWERED], generate=False)
-        return next(iter(self.special_ids(text.rpartition("ANSWER")[2])), None)
+        return next(iter(self.behind_answer()), None)
 
-    def find_borders(self) -> set[int]:
-        """Find the special tokens that the template writes between an answer and the user's next words."""
-        if self.template is None:
-            return set()
-        try:
-            text = self.conversation([ASKED, ANSWERED, ASKED], generate=False)
-        except ConfigError:  # said with the first problem, if it fails there too
-            return set()
-        return {*self.special_ids(text.rpartition("ANSWER")[2].rpartition("QUESTION")[0])}
-
-    def special_ids(self, text: str) -> list[int]:
+    def behind_answer(self, *messages: dict) -> list[int]:
+        """Find the special tokens that the template writes behind an answer, before what `messages` say."""
+        text = self.conversation([ASKED, ANSWERED, *messages], generate=False)
+        tail = text.rpartition("ANSWER")[2].partition("QUESTION")[0]
         added = self.rust.get_added_tokens_decoder()
-        return [i for i in self.encode([text])[0] if i in added and added[i].special]
+        ids = self.rust.encode(tail, add_special_tokens=False).ids
+        return [i for i in ids if i in added and added[i].special]
 
     def find_ends(self) -> frozenset[int]:
         """Collect every id that ends a completion, from all files: an id left out would end none."""

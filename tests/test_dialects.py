@@ -230,7 +230,7 @@ def test_tokens_are_those_sampled_and_those_of_the_template(dialects):
 TALKS = [
     (["I add.", "5", r"So \boxed{12}."], (1, 0)), ([r"\boxed{12}?", "8", r"No: \boxed{8}."], (0, 0)),
     ([r"\boxed{12}?", "8", "I can not tell."], (0, 1)), (["I add.", r"The answer is \boxed{12}.", "Thanks."], (0, 1)),
-    (["I add.", r"\boxed{8}", r"\boxed{8}?", "No.", r"\boxed{12}"], (1, 0)), ([r"\boxed{8}<eos></s>: \boxed{12}"], (1, 0)),
+    (["I add.", r"\boxed{8}", "8?", "No.", r"\boxed{12}"], (1, 0)), ([r"\boxed{8}<eos></s>: \boxed{12}"], (1, 0)),
 ]
 
 
