@@ -127,8 +127,8 @@ def test_guesses_get_hints_and_few_are_worth_more():
     assert [guess.reply(f"{n}?", row) for n in (1, 3, 8)] == [" higher.", " yes.", " lower."]
     assert guess.reply("#### 3", row) is None
     texts = ["3? yes.", "4? lower. 3? yes.", "1? 2? 4? 5? 6? 3?", "3", "4? yes."]
-    assert [guess.quick(text, row) for text in texts] == pytest.approx([1, 0.8, 0, 0, 0])
-    assert [guess.found(text, row) for text in texts] == [1, 1, 1, 0, 0]
+    assert [guess.quick((text,), row) for text in texts] == pytest.approx([1, 0.8, 0, 0, 0])
+    assert [guess.found((text,), row) for text in texts] == [1, 1, 1, 0, 0]
 
 
 @pytest.mark.slow
