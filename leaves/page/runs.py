@@ -1,5 +1,7 @@
 """Read run folders, and put the runs of one config together."""
 
+import os
+import re
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
@@ -98,7 +100,7 @@ def name_settings(settings: dict, path: str = "") -> dict[str, Any]:
 
 
 def group_runs(runs: list[LoggedRun]) -> Groups:
-    """Put runs of one config together, under the name of the first one's folder.
+    """Put runs of one config together, under what the names of their folders begin with.
 
     Raises ConfigError for a folder given twice, and for two finished runs of one config and seed: they are
     one observation.
@@ -115,8 +117,16 @@ def group_runs(runs: list[LoggedRun]) -> Groups:
             raise ConfigError(f"of {folders} two have the same config and seed; give each run once")
     if len(groups) == 1:
         return {runs[0].folder.resolve().name: runs}
-    names = short_names([group[0].folder for group in groups.values()])
-    return dict(zip(names, groups.values(), strict=True))
+    names = dict(zip([run.folder for run in runs], short_names([run.folder for run in runs]), strict=True))
+    labels = [label_of([names[run.folder] for run in group]) for group in groups.values()]
+    if len({*labels} - {""}) < len(labels):
+        labels = [names[group[0].folder] for group in groups.values()]
+    return dict(zip(labels, groups.values(), strict=True))
+
+
+def label_of(names: list[str]) -> str:
+    """Return what names begin with, without the number of a seed: keep2_s0 and keep2_s1 are keep2."""
+    return re.sub(r"[\W_]+((s|seed)\d*)?$", "", os.path.commonprefix(names))
 
 
 def differing_settings(groups: list[list[LoggedRun]]) -> list[str]:

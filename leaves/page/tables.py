@@ -3,7 +3,8 @@
 Methods differ in cost, so scores are read at the budget of steps, tokens or seconds that every finished run
 has reached, between two evaluations on a straight line. That takes three evaluations of each run within the
 budget, the one at the start apart. From three runs of a row on a mean has its 95% interval by Student's t.
-"-" is a figure that one of the runs does not have.
+A row of one run has the interval of the evaluation itself before and at the end. "-" is a figure that one of
+the runs does not have.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from leaves.page.runs import ABSENT, COSTS, Groups, LoggedRun, differing_settings, format_value
-from leaves.page.summary import phase_seconds, scores_of
+from leaves.page.summary import phase_seconds, score_cell, scores_of
 from settings.loader import ConfigError
 from verify.paired import half_width
 
@@ -71,7 +72,12 @@ def score_table(groups: Groups, score: str) -> Table:
     for kind in COSTS:
         budget = min(run.series(score, kind=kind)[0][-1] for group in groups.values() for run in group)
         columns[f"{format_amount(budget)} {kind}"] = partial(value_within, score, kind, budget)
-    return tabulate(groups, columns | {"at its end": lambda run: run.series(score)[1][-1]}, score)
+    table = tabulate(groups, columns | {"at its end": lambda run: run.series(score)[1][-1]}, score)
+    for row, group in zip(table[1:], groups.values(), strict=True):
+        if len(group) == 1:  # the interval of the evaluation itself
+            lines = [line for line in group[0].evals if line.get(score) is not None]
+            row[2], row[-1] = score_cell(lines[0], score), score_cell(lines[-1], score)
+    return table
 
 
 def cost_table(groups: Groups) -> Table:
