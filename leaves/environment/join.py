@@ -195,12 +195,14 @@ class EnvironmentEngine:
         return self.file.settings.max_context - len(request.prompt.ids) - length
 
     def ask(self, request: Request, piece: Dialogue) -> Call | None:
-        """Ask for the reply to a turn; None if it has not ended, or has ended the completion."""
-        if not (piece.finished and self.splicer.ends_turn(piece.ids[-1])):
+        """Ask for the reply to a turn; None if it has not ended, or has ended the completion.
+
+        A call of a tool is answered behind any token that ends a sequence.
+        """
+        if not piece.finished or not (self.file.tools or self.splicer.ends_turn(piece.ids[-1])):
             return None
-        whole = join(request.so_far, piece)
-        turns = self.tokenizer.read(whole)
-        return self.file.ask("".join(turns), turns[-1], request.prompt.row)
+        prompt, turns = request.prompt, self.tokenizer.read(join(request.so_far, piece))
+        return self.file.ask(self.tokenizer.decode(prompt.ids), turns, prompt.row)
 
     def answered(self, request: Request, piece: Dialogue, call: Call | None) -> Dialogue:
         """Append the reply to a turn if it fits, and count its calls."""
