@@ -112,9 +112,8 @@ class Sample:
     def length(self) -> int:
         return len(self.ids)
 
-    # Tokens of the policy: all, those that this step trains on, those that it has sampled; and the place
-    # behind the last of them.
-    own = trained = fresh = end = length
+    # Tokens of the policy: all, those that this step trains on, and those that it has sampled.
+    own = trained = fresh = length
 
     @property
     def turns(self) -> list[tuple[int, int]]:

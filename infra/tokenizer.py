@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import date
 from functools import partial
-from itertools import takewhile
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -248,29 +247,26 @@ class Tokenizer:
         """Decode tokens, by default without special ones, the EOS among them."""
         return self.rust.decode(list(ids), skip_special_tokens=not special)
 
-    def show(self, ids: Iterable[int]) -> str:
-        """Decode tokens with the special ones that mark something, without EOS, BOS and padding."""
-        return self.rust.decode([i for i in ids if i not in self.hidden], skip_special_tokens=False)
-
     def read(self, sample: Sample) -> tuple[str, ...]:
         """Decode the turns of a completion, the policy's by turns with an environment's; the last is the
         policy's, which the verifier and rewards read.
 
         A turn of the policy ends before its first token that ends one, however such tokens are spelled, and
-        begins with the tags that its prompt opens.
+        begins with the tags that its prompt opens. EOS, BOS and padding are left out.
         """
         texts, opened = [], self.opened
         for start, to in sample.turns:
-            if start >= sample.end:  # a reply that nobody has read
-                break
-            ids = sample.ids[start:to]
-            if len(texts) % 2 == 0:
-                texts.append(opened + self.show(takewhile(lambda i: i not in self.ends, ids)))
+            ids, own = sample.ids[start:to], len(texts) % 2 == 0
+            if own:
+                ids = ids[:min([k for k, i in enumerate(ids) if i in self.ends], default=to)]
+            shown = [i for i in ids if i not in self.hidden]
+            text = self.rust.decode(shown, skip_special_tokens=False)
+            if own:
+                texts.append(opened + text)
             else:
-                reply = self.show(ids)
-                opened = self.opened if reply.endswith(self.opened) else ""
-                texts.append(reply.removesuffix(opened))
-        return tuple(texts)
+                opened = self.opened if text.endswith(self.opened) else ""
+                texts.append(text.removesuffix(opened))
+        return tuple(texts if to > start else texts[:-2])  # without a reply that nobody has read
 
 
 def as_messages(question: str | Sequence[dict], system: str | None) -> list[dict]:

@@ -262,7 +262,9 @@ def test_rewards_read_the_last_words_of_the_policy_and_no_others(name, dialects)
                     said = splicer.tokens([{"role": role, "content": text}] if role else text, ids)
                     replies.append((len(ids), len(ids) + len(said)))
                 ids += said
+            unread = splicer.tokens([{"role": role, "content": r"\boxed{12}"}] if role else r"\boxed{12}", ids)
             assert judged(ids, replies) == due, (role, talk)
+            assert judged([*ids, *unread], [*replies, (len(ids), len(ids) + len(unread))]) == due
     between = splicer.encode(tokenizer.conversation([ASKED, ANSWERED, ASKED], False).partition("ANSWER")[2])
     for turn in (between, between[1:]):  # it goes on as the user, with the end of its own turn or without
         if tokenizer.ends & {*turn}:

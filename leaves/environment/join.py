@@ -82,10 +82,6 @@ class Dialogue(Sample):
     trained = fresh = own
 
     @property
-    def end(self) -> int:
-        return int(self.scored[-1]) + 1
-
-    @property
     def scored(self) -> np.ndarray:
         own = np.ones(len(self.ids), dtype=bool)
         for start, to in self.replies:
