@@ -436,12 +436,16 @@ def test_a_run_is_the_same_on_two_ranks_and_resumes_as_itself(name, tmp_path, ca
 
 
 def test_an_evaluation_converses_and_its_result_names_the_environment(tmp_path, command):
-    cfg = toy_config(tmp_path / "run", *with_sums(tmp_path, "eval.limit=6"), name="grpo_toy.yaml")
+    cfg = toy_config(tmp_path / "run", *with_sums(tmp_path, "eval.limit=24", "eval.temperature=1"), name="grpo_toy.yaml")
     (tmp_path / "own.yaml").write_text(config.dump(cfg))
     out = tmp_path / "result.json"
     assert command(evaluation, "--config", tmp_path / "own.yaml", "--model", TOY, "--out", out) == 0
-    named = json.loads(out.read_text())["head"]["environment"]
+    result = json.loads(out.read_text())
+    named, (of_set,) = result["head"]["environment"], result["results"].values()
     assert named["max_context"] == 200 and len(named["file"]) == 64
+    responses = [response for problem in of_set["problems"] for response in problem["responses"]]
+    talked = [response for response in responses if "turns" in response]
+    assert talked and all(response["turns"][-1] == response["text"] for response in talked)
 
 
 @pytest.mark.slow
