@@ -22,8 +22,8 @@ OPENING, CLOSING = "([{", ")]}"
 SUBSCRIPT = r"(?:_\w|_\{[^{}]*\}|')*"
 INVERSE = r"(?:\^\{?-1\}?)"
 NAME = re.compile(
-    r"(?:\\?[A-Za-z]|\\[A-Za-z]+|\\?[A-Z]{2,4}|\|[A-Z]+\||m?\\(?:angle|triangle) ?[A-Z]+|[A-Za-z]{4,}|"
-    rf"[A-Za-z]{SUBSCRIPT}:[A-Za-z]){SUBSCRIPT}(?:{INVERSE}?\([A-Za-z0-9,=<>≤≥|]*\))?"
+    r"(?:\\?[A-Za-z]|\\[A-Za-z]+|\\?[A-Z]{2,4}|\|[A-Z]+\||m?\\(?:angle|triangle) ?[A-Z]+|"
+    rf"(?!not(?!e))[A-Za-z]{{4,}}|[A-Za-z]{SUBSCRIPT}:[A-Za-z]){SUBSCRIPT}(?:{INVERSE}?\([A-Za-z0-9,=<>≤≥|]*\))?"
     r"|\([a-zA-Z](?:,[a-zA-Z])*\)|\\frac\{[A-Za-z]+\}\{[A-Za-z]+\}")
 CALL = re.compile(rf"(\\?[A-Za-z]+{SUBSCRIPT}{INVERSE}?)\(([a-zA-Z](?:,[a-zA-Z])*)\)")  # f(x), of letters
 NAMED_FUNCTIONS = re.compile(r"\\(?:ln|log|lg|exp|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?)")
@@ -32,7 +32,9 @@ NAMED_FUNCTIONS = re.compile(r"\\(?:ln|log|lg|exp|(?:arc)?(?:sin|cos|tan|cot|sec
 LOOSE_NAME = re.compile(
     r"[a-zA-Z](?:\^\{?-1\}?)?[(\[].*[)\]]|\|[a-zA-Z]+\||\[[^\]]*[A-Z]\]|"
     r"\\(?:overline|overrightarrow|vec|hat|bar)\{?[A-Za-z]+\}?|"
-    r"\\(?:sin|cos|tan|angle|log|ln)[\\ a-zA-Z]+|[a-zA-Z](?:[+:][a-zA-Z])+|d?[a-z]/d?[a-z]")
+    r"\\(?:sin|cos|tan|angle|log|ln)[\\ a-zA-Z]+|[a-zA-Z](?:[+:][a-zA-Z])+|d?[a-z]/d?[a-z]|"
+    r"[A-Z]{2}(?:\^2)?(?:[-+][A-Z]{2}(?:\^2)?)*|\\(?:lim|max|min|sup|inf|gcd|deg|dim|det)(?![a-z]).*|"
+    r'"?(?:lcm|gcd|max|min)"?\(.*\)|.*\\b?mod(?![a-z]).*')
 VARIABLE = rf"(?!\\(?:pi|infty)|e)(?:[a-zA-Z]|\\[a-zA-Z]+){SUBSCRIPT}"
 # An inequality bounds one of these: x, f(x), \sin x.
 RANGED = re.compile(rf"{VARIABLE}(?:\([a-zA-Z]\))?|\\(?:sin|cos|tan|cot) ?(?:\(?{VARIABLE}\)?)")
@@ -115,7 +117,7 @@ def list_members(x: str) -> list[str]:
     "a \pm b" has two members, and {1, 2} in plain braces is a list. If the same names come again, the values
     between are one member: x=1, y=2, x=3, y=4 has two.
     """
-    x = re.sub(r"^[A-Za-z]\s*=\s*(?=\\\{)", "", x.strip().replace("\\cup", "∪"))
+    x = re.sub(r"^[^={},;∧∨]*=\s*(?=\\\{|\{[^{}]*,)", "", x.strip().replace("\\cup", "∪"))
     while x[:1] == "{" and closes_at_end(x):
         x = x[1:-1].strip()
     if x[:1] == x[-1:] == '"' and x.count('"') == 2:
@@ -248,6 +250,11 @@ def same_answers(gold: str, answer: str, compare: Compare, labelled: bool = True
     gold, answer = intersect_conditions(gold), intersect_conditions(answer)
     gold_items, answer_items = list_members(gold), list_members(answer)
     if len(gold_items) == len(answer_items) == 1:
+        exact, about, rounded = answer_items[0].rpartition("\\approx")
+        if about and not NAME.fullmatch(exact.strip()) and same_numbers(gold_items[0], rounded):
+            shift = rf"\cdot 10^{{{len(rounded.partition('.')[2])}}}+0.5\rfloor"
+            if compare(rf"\lfloor({exact.rpartition('=')[2]}){shift}", rf"\lfloor({rounded}){shift}"):
+                return True
         gold, gold_unit = strip_wrapping(gold_items[0])
         answer, answer_unit = strip_wrapping(answer_items[0])
         in_radians = answer_unit in RADIANS or "\\pi" in answer and answer_unit != "degrees"
@@ -347,6 +354,8 @@ def same_relations(gold: str, answer: str, compare: Compare) -> bool:
     """Compare two answers if at least one is a relation. A name that only one of them has is left out."""
     (a, gold_signs), (b, answer_signs) = split_relation(gold), split_relation(answer)
     if "\\in" in gold_signs + answer_signs:
+        if gold_signs == answer_signs and a[0] != b[0]:
+            return False
         value = a[-1] if "\\in" in gold_signs else gold
         return same_answers(value, b[-1] if "\\in" in answer_signs else answer, compare)
     if not gold_signs and answer_signs == ["="] and NAME.fullmatch(b[1]) and not NAME.fullmatch(b[0]):

@@ -10,7 +10,7 @@ from collections import Counter
 
 COMMANDS = r"""
     × \cdot, · \cdot, π \pi, ∞ \infty, ° ^\circ, ≤ \le, ≥ \ge, ≠ \ne, ∪ \cup, ∩ \cap, ∈ \in, ± \pm,
-    ∅ \emptyset, ≈ \approx, √ \sqrt, ∖ \setminus"""
+    ∅ \emptyset, ≈ \approx, √ \sqrt, ∖ \setminus, ∉ \notin, ≡ \equiv, ℝ \mathbb{R}"""
 CHARACTERS = str.maketrans({
     **{c: f"{command} " for c, command in map(str.split, COMMANDS.split(","))},
     **{c: f"^{{{i}}}" for i, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
@@ -19,6 +19,7 @@ CHARACTERS = str.maketrans({
 # The names of the commands that stand for a sign, and the sign.
 SIGNS = {name: sign + " " * sign[1:].isalpha() for *names, sign in map(str.split, r"""
     le leq leqslant ≤, ge geq geqslant ≥, lt <, gt >, ne neq ≠, langle (, rangle ), lbrace \{, rbrace \},
+    backslash smallsetminus \setminus,
     ldots cdots dots \ldots, mid vert lvert rvert |, times ast \cdot, div /""".split(",")) for name in names}
 NUMERALS = {name: str(i) for i, name in enumerate("two three four five six seven eight nine ten".split(), 2)}
 FACTORS = {"dozen": "12", "hundred": "100", "thousand": "1000", "million": "10^{6}", "billion": "10^{9}",
@@ -191,13 +192,32 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     (">=|=>", "≥", "x >= 1", "x ≥ 1"),
     (r"!=|\\not\s*(?:=|\\approx|\\sim|\\cong)", "≠", "x != 1", "x ≠ 1"),
     # the empty set
-    (macro("varnothing|emptyset") + r"|\\\{\s*\\\}", r"\\emptyset ", r"\{\}", r"\emptyset "),
+    (macro("varnothing|emptyset") + r"|\\\{\s*\\\}|" +
+     r'^"?(?i:(?:there (?:is|are) )?no (?:real )?solutions?|(?:the )?empty set)"?$',
+     r"\\emptyset ", r"\{\}", r"\emptyset "),
+    # that set in a set
+    (r"\\\{\s*\\emptyset\s*\\\}", '"set of nothing"', r"\{\emptyset\}", '"set of nothing"'),
+    (r"\\\}\s*\\cup\s*\\\{", ",", r"\{1\}\cup\{2\}", r"\{1,2\}"),  # a union of lists
     ("[⟨〈]", "(", "⟨1", "(1"),
     ("[⟩〉]", ")", "1⟩", "1)"),
     (r"(?<=\d) ?x ?(?=10\s*\^)", r"\\cdot ", "3 x 10^8", r"3\cdot 10^8"),  # x as a sign before a power of ten
     (r"\*", r"\\cdot ", "2*3", r"2\cdot 3"),
-    (r"^\\\{\s*[a-z]\s*(?:\\mid(?![a-z])|\||:)\s*(.*)\\\}$", r"\1", r"\{x : x>3\}", "x>3"),  # a set by a rule
-    (r"\s*\\pmod\s*\{?(\w+)\}?\s*$", r'"modulo \1"', r"3 \pmod{5}", '3"modulo 5"'),  # a modulus
+    (r"\\not\s*\\in(?![a-z])", r"\\notin ", r"x \not\in A", r"x \notin  A"),  # no member
+    # a difference of sets
+    (r"(?<=\)) ?- ?(?=\\\{)", r"\\setminus ", r"(0,1)-\{2\}", r"(0,1)\setminus \{2\}"),
+    # a set by a rule
+    (r"^\\\{\s*\\?[a-zA-Z]+\s*(?:\\in\s*\(-\\infty,\\infty\)\s*)?(?:\\mid(?![a-z])|\||:)\s*(.*)\\\}$", r"\1",
+     r"\{x : x>3\}", "x>3"),
+    # all values but one
+    (r"^(?:[a-z] ?\\in ?\(-\\infty,\\infty\) ?, ?)?[a-zA-Z] ?≠ ?(-?(?:\d|\\frac|\\sqrt|\\pi)[^=<>≤≥≠,;∧∨]*)$",
+     r"(-\\infty,\1)∪(\1,\\infty)", "x≠2", r"(-\infty,2)∪(2,\infty)"),
+    # a modulus in words, behind a congruence, and behind a value
+    (r'"?\s*(?<![a-zA-Z\\])mod\b\s*"?|' + macro("mod"), r"\\bmod ", "17 mod 5", r"17\bmod 5"),
+    (r"\\pmod(?=\s*\{?\w+\}?\s*=)", r"\\bmod", r"17 \pmod 5 = 2", r"17 \bmod 5 = 2"),
+    (r"^(?!.*\\not)[^=,;∧∨]*\\equiv(?![a-z])([^=]*?)\s*\(?\s*\\[pb]mod\s*\{?(\w+)\}?\s*\)?\s*$",
+     r'\1"modulo \2"', r"x\equiv 3 \pmod 5", ' 3"modulo 5"'),
+    (r'\s*(?:\\pmod\s*\{?(\w+)\}?|\(\s*\\bmod\s*\{?(\w+)\}?\s*\)|"?\s*\bmodulo\s*"?\s*(\w+))\s*$',
+     r'"modulo \1\2\3"', r"3 \pmod{5}", '3"modulo 5"'),
     # a binomial by TeX
     (r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}", r"{3\choose 2}", r"\binom{3}{ 2}"),
     # Spellings of programs and in words:
@@ -227,14 +247,20 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     (r'(\d)\s*"?\s*to\s*"?\s*(\d)', r"\1:\2", "2 to 3", "2:3"),  # a ratio in words
     (r'(?i:(\d)(\s*"?\s*)([ap])\.?\s?m\b\.?)', lambda m: f"{m[1]}{m[2]}{m[3].lower()}m",
      "4:30 P.M.", "4:30 pm"),  # half of the day
+    # a sign in words
+    (r'"?\s*\b(?i:minus|^negative)\s*"?\s*(?=[\d.]|\\(?:frac|sqrt|pi))', "-", "minus 5", "-5"),
     # Words around the answer:
     (r'^\s*"[^"]*(?:\bis|:)\s*"|(?i:^(?:the )?(?:final )?answer(?: is|:)\s*)|'
+     r'(?i:^"?(?:either|both|only|the set)\b"?\s*(?=[-\d{\\(]))|^[a-z] is (?=[-\d{\\(])|'
      r'^\s*"?\s*(?:US|USD|Rs\.?)\s*"?\s*(?=\d)', "", "Answer: 5", "5"),  # words before the answer
     (r'^\s*("?)\s*(?:[Tt]he|[Aa]n|a|[Oo]ption|[Cc]hoice)\s+(?!and\b|or\b)'
      r'(?=[a-zA-Z]{3}|\(?[a-zA-Z]\)?"?$)', r"\1", "the east", "east"),  # articles
     (r'(?<=\d) ?"([^"\d]*\w) and ?"', r' "\1"∧', '7 " goats and "4', '7 " goats"∧4'),  # and within a text
     (r'"?\s?,?\s?\band\b\s?"?|' + macro("land|wedge"), "∧", "1 and 2", "1∧2"),  # and
     (r'"?\s?,?\s?\bor\b\s?"?|' + macro("lor|vee"), "∨", "1 or 2", "1∨2"),  # or
+    # the set of a value
+    (r"(?:^|(?<=∨)) ?(?:\\?[a-zA-Z]+(?:_\w+|_\{\w+\})?|\((?:x, ?y(?:, ?z)?|a, ?b(?:, ?c)?|m, ?n|p, ?q)\))" +
+     r"(?: ?\\in(?![a-z]) ?| in (?=\\?[{(\[]))(?![^∨]*\\in(?![a-z]))", "", r"x \in \{1,2\}", r"\{1,2\}"),
     # Formulas of units:
     (r'(?:(?<=[\w)}\]]) ?(?:\\cdot ?)?\\frac\{1?|(?:(?<=[\w)}\]]) ?\\cdot ?)?\\frac\{([^{}"]*?) ?(' +
      UNIT_PRODUCT + r"))\}\{(?:1(?![\d.]) ?)?(" + UNIT_PRODUCT + r")\}", write_unit,
@@ -261,7 +287,13 @@ def normalise(answer: str) -> str:
 
 UNIT = re.compile(r'\s?(?:"(?P<text>[^"]*)"|(?<=[\d)}\] ])(?P<word>[a-zA-Z]+(?:[ /.]+[a-zA-Z]+)*\.?))\s?'
                   rf"(?P<power>{POWER})?\.?$")
-NO_UNIT = re.compile(r"[\d\\;∧∨]|\b(?:not|wrong|incorrect|except|[ap]m|pi|factorial|mod)\b")
+# Words behind a number that are no unit, because they change its value or deny it.
+NO_UNIT = re.compile(r"""(?x)[\d\\;∧∨]|^(?:squared|cubed)\b|
+    \b(?:no|not|wrong|incorrect|except|[ap]m|pi|mod|zero|factorial|
+    inverse|reciprocal|root|power|raised|to[ ]the|doubled|tripled|quadrupled|halved|negated|
+    negative|minus|plus|than|times[ ](?!a\b|per\b|each|every|in\b)\w+|over|choose|point[ ]\w+|
+    at[ ](?:least|most)|out[ ]of|\w+illion|dozens|halves|thirds|tens|hundreds|thousands|
+    (?:fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths)\b""")
 
 
 def without_unit(x: str) -> tuple[str, str]:
@@ -285,7 +317,8 @@ def without_unit(x: str) -> tuple[str, str]:
         named = len(unit) > 1 and re.search(r"\d", value)
     else:
         named = all(len(name) >= 4 for name in unit.split())
-    counted = re.search(r"[\d)}]|\\pi(?![a-z])", value) or (known_unit and quoted and unit and value)
+    counted = re.search(r"[\d}]|(?<!^\([A-Z])(?<!^[A-Z])\)|\\pi(?![a-z])", value)
+    counted = counted or (known_unit and quoted and unit and value)
     open_end = value.endswith(tuple("=+-<>≤≥,;:∧∨(_^")) or (value.endswith('"') and not known_unit)
     if not (separate and counted and (known_unit or named)) or open_end or NO_UNIT.search(unit):
         return x, ""
