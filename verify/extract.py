@@ -2,8 +2,10 @@ r"""Find the answer that a completion marks as its final one. Every function rea
 
 The last \boxed{} or \fbox{} counts; \boxed7 is a box too, and so is \\boxed{7} of a text that was escaped
 twice. Boxes that are joined by a comma or "and" are one list. A box that is empty or never closes is a wrong
-answer. Without a box, the last of "#### x", "<answer>x</answer>" and "the answer is x" counts. The last
-number of a text without a mark is no answer; only lenient grading looks at it.
+answer. Without a box, the last of "#### x", "<answer>x</answer>" and "the answer is x" counts. Such a mark
+behind the last box counts in its place if a sure answer follows it. A box or a mark is none if the words around
+it deny it or take it back. The last number of a text without a mark is no answer; only lenient grading looks at
+it.
 """
 
 import re
@@ -143,9 +145,7 @@ def read_boxes(text: str) -> tuple[str | None, int]:
     boxes, unclosed = find_boxes(text)
     if unclosed:
         return "", len(text)
-    boxes = boxes[-MARKS:]
-    while boxes:
-        start, end, first, last = boxes[-1]
+    for start, end, first, last in boxes[:-MARKS:-1]:
         if not (DENIED.search(text[max(0, start - 100):start] + "\0")
                 or RETRACTED.match(f"{text[first:last]}\0{text[end:end + TAIL]}")):
             break

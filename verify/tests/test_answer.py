@@ -29,15 +29,12 @@ from verify.number import LONGEST, number
     (r"\boxed{\{1, 2\}}", r"\{1, 2\}"), (r"\boxed{1 + \boxed{2}} }", r"1 + \boxed{2}"),
     ("<think>2</think>\n<answer> 7 </answer>", "7"), ("<answer>x is 7. The answer is 8.</answer>", "8"),
     ("<answer>7", None), (r"<think>\boxed{1}</think> The answer is 2", "2"),
-    (r"<think>\boxed{1}</think> Done.", "1"),
+    (r"<think>\boxed{1}</think> Done.", "1"), ("**Answer:** **42**", "42"), ("Answer: 1, 2, and 3", "1, 2, and 3"),
     ("The answer is 90 degrees.", "90 degrees"), ("The final answer is $x+1$, because it is even.", "x+1"),
     ("Final Answer: The area of the triangle is 120. I hope it is correct.", "120"),
-    ("**Answer:** **42**", "42"),
     ("The answer is \\[ 9 \\]\nas was asked.", " 9 "), ("## Final Answer\n\n42", "42"),
     ("the answers are $1$ and $2$.", "1, 2"), ("The answer is 3.5.", "3.5"),
-    ("Answer: 1, 2, and 3", "1, 2, and 3"),
-    ("The answer is 6.\nThis answer is correct.", "6"),
-    ("The answer is 6. So the answer is not in doubt.", "6"),
+    ("The answer is 6.\nThis answer is correct.", "6"), ("The answer is 6. So the answer is not in doubt.", "6"),
     ("The answer is 5, which is the largest.", "5"), ("The answer is 5. I hope my answer is helpful.", "5"),
     ("The answer is $18 (since $9 x 2 = $18).", "$18"), ("Therefore, the answer is simply 5 (five).", "5"),
     ("The answer is $12 or $13.", "$12 or $13"), (r"\boxed{1} \\ \text{and} \\ \boxed{2}", "1, 2"),
@@ -271,12 +268,15 @@ def test_no_text_makes_the_trainers_part_fail():
         answer.is_readable(text, lambda x: True)
 
 
+REPEATED = (
+    "{", "}", "$", "answer ", "answer is ", "<answer>", "#", " ", "\\boxed{", "\n", "\\boxed{1}, ", "$x$ and ", "-", "1",
+    "1,", "\\", "\\boxed", "\\\\boxed x{", "\\boxed(", '"^1', "about ~", '\\text{a}^1', "\\SI{1}{", "[[1],", "\\in ",
+    "the answer is not ", "answer, if x ", "not \\boxed{1} ", "\\boxed{1}. No, that is ")
+
+
 @pytest.mark.parametrize("text", [
-    "{" * 10**6, "}" * 10**6, "$" * 10**6, "answer " * 10**5, "answer is " * 10**5, "<answer>" * 10**5, "#" * 10**6,
-    " " * 10**6, "\\boxed{" * 10**5, "\\boxed{" * 10**5 + "{" * 10**6, "\n" * 10**6, "\\boxed{1}, " * 10**5,
-    "$x$ and " * 10**5, "the answer is $" + "x" * 10**6, "\\text{" * 10**5 + "}" * 10**5, "-" * 10**6, "1" * 10**6,
-    "1," * 10**6, "\\" * 10**6, "\\boxed" * 10**5, "\\\\boxed x{" * 10**5, "\\boxed(" * 10**5, '"^1' * 10**5,
-    "about ~" * 10**5, '\\text{a}^1' * 10**5, "\\SI{1}{" * 10**5, "[[1]," * 10**5])
+    *(piece * (10**6 // len(piece)) for piece in REPEATED), "\\boxed{" * 10**5 + "{" * 10**6,
+    "The answer is $" + "x" * 10**6, "\\text{" * 10**5 + "}" * 10**5, "the answer isn't " * 10**5 + "[" * 10**6])
 def test_a_megabyte_is_read_once(text):
     """A scan that starts anew at every character would keep this test from ever ending."""
     extract(text)
