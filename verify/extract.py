@@ -3,9 +3,9 @@ r"""Find the answer that a completion marks as its final one. Every function rea
 The last \boxed{} or \fbox{} counts; \boxed7 is a box too, and so is \\boxed{7} of a text that was escaped
 twice. Boxes that are joined by a comma or "and" are one list. A box that is empty or never closes is a wrong
 answer. Without a box, the last of "#### x", "<answer>x</answer>" and "the answer is x" counts. Such a mark
-behind the last box counts in its place if a sure answer follows it. A box or a mark is none if the words around
-it deny it or take it back. The last number of a text without a mark is no answer; only lenient grading looks at
-it.
+behind the last box counts in its place if a sure answer follows it. A box or a mark is none if the words
+around it deny it or take it back. The last number of a text without a mark is no answer; only lenient grading
+looks at it.
 """
 
 import re

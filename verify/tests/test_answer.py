@@ -269,9 +269,9 @@ def test_no_text_makes_the_trainers_part_fail():
 
 
 REPEATED = (
-    "{", "}", "$", "answer ", "answer is ", "<answer>", "#", " ", "\\boxed{", "\n", "\\boxed{1}, ", "$x$ and ", "-", "1",
-    "1,", "\\", "\\boxed", "\\\\boxed x{", "\\boxed(", '"^1', "about ~", '\\text{a}^1', "\\SI{1}{", "[[1],", "\\in ",
-    "the answer is not ", "answer, if x ", "not \\boxed{1} ", "\\boxed{1}. No, that is ")
+    "{", "}", "$", "answer ", "answer is ", "<answer>", "#", " ", "\\boxed{", "\n", "\\boxed{1}, ", "$x$ and ", "-",
+    "1", "1,", "\\", "\\boxed", "\\\\boxed x{", "\\boxed(", '"^1', "about ~", '\\text{a}^1', "\\SI{1}{", "[[1],",
+    "\\in ", "the answer is not ", "answer, if x ", "not \\boxed{1} ", "\\boxed{1}. No, that is ")
 
 
 @pytest.mark.parametrize("text", [
