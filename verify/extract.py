@@ -55,7 +55,7 @@ DENIED = re.compile(r"""(?ix)
         [ ]answers?\b[^.,;\n\0]{0,80}?\b(?:is|are|be|was|were|equals)\b[\s:*_$\\(\[]*\0|
     # no answer is \0; to check our answer: \0; which is the answer \0
     \b(?:wrong|incorrect|false|no)[ ]answers?\b[^.,:;\n\0]*\0|
-    \b(?:check|verif|test|confirm|plug|substitut)\w*(?:[ ](?:that|the|my|our|your|this|final))*[ ]answer
+    \b(?:check|verif|test|confirm|plug|substitut)\w*(?:[ ](?:in|that|the|my|our|your|this|final))*[ ]answer
         [^\0]*:\s*\0|
     \bis[ ](?:the|my|our)[ ](?:\w+[ ])?answers?[*_\#\s]*\n[\s:*_]*\0|
     # if n were even, the answer would be \0; the answer would be \0 if; is the answer \0?
@@ -84,18 +84,18 @@ RETRACTED = re.compile(r"""(?isx)
 # A mark, \0, an answer, \0, and the text behind it. These are sentences, remarks, and headings before a text.
 REMARK = r"""(?i:[^\0]*\0(?:(?:[^\s\0]+\s+){3}[^\s\0]|(?:
     not|neither|never|in|on|at|as|to|of|for|from|by|with|within|between|below|above|under|over|an?|the|what|
-    one[ ]of|that|this|these|it|also|now|still|here|see|ok|okay|fine|good|done|correct|right|wrong|incorrect|
-    final|given|shown|stated|rounded|expressed|written|divisible|unique|exact|valid|verified|checked|confirmed|
-    consistent|reasonable|clear|unclear|complete|simplified|boxed|found|obtained|based|larger|greater|less|more|
-    smaller|close|half[ ]of|independent|true[ ]for|indeed|therefore|required|known|helpful|obvious|likely|
-    probably|possible)\b)|\#{4}\0[^\0]*\0(?:</?\w+>|[^\w<])*\w)"""
+    one[ ]of|that|this|these|it|also|now|still|here|see|ok|okay|fine|good|done|correct|right|final|given|
+    shown|stated|rounded|expressed|written|divisible|unique|exact|valid|verified|checked|confirmed|consistent|
+    reasonable|clear|unclear|complete|simplified|boxed|found|obtained|based|larger|greater|less|more|smaller|
+    close|half[ ]of|independent|true[ ]for|required|known|helpful|obvious|likely|probably|possible)\b)|
+    \#{4}\0[^\0]*\0(?:</?\w+>|[^\w<])*\w)"""
 # These are surely answers: in a tag, like a number or a formula but for "3 times the first", behind a colon.
 SURE = re.compile(rf"""(?x)<answer>|
     [^\0]*\0(?!\(?[a-z]\)\s|\w{{1,2}}[.)]\s+[a-zA-Z]{{2}}|\d+(?:st|nd|rd|th)\s|
-        [^\0]*\b(?:than|decimal|significant|places|digits?[ ]long|times[ ](?:the|as|larger|smaller|more))\b)
+        [^\0]*\b(?:than|significant|places|digits?[ ]long|times[ ](?:the|as|larger|smaller|more))\b)
     (?:(?i:yes|no|true|false)\W*\0|[*_"'`(]*(?:[^\s\w\0*_"'`(,.;:!?]|\.?\d|[^\Wa-zA-Z_]|
         [a-zA-Z](?![a-zA-Z'’]|\s+(?!and\b|or\b)[a-z]{{2}})|[A-Z]{{2,4}}\s*[=+-]|
-        (?:sin|cos|tan|ln|log|exp|sqrt|pi|about|minus|negative|approximately|roughly|around|USD?|Rs)\b))|
+        (?:sin|cos|tan|ln|log|exp|sqrt|pi|minus|negative|roughly|around|USD?)\b))|
     (?!{REMARK})[^\0]*(?:[\#:\n]|\0[A-Z][a-z])""")
 # And these are none: a denied one, and a sentence without a number behind "the answer is".
 NO_ANSWER = re.compile(r"[^\0]*\0never\s|[^\0#:\n]*\0(?:[^\s\0\d\\$]+\s+){3}[^\0\d\\$]+\0")
