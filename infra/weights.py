@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from settings.loader import ConfigError, convert, in_short, read_json
 from settings.paths import find_path
 
 WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def find_model(path: str, files: tuple[str, ...] = ("*.json", "*.jinja", "*.safetensors")) -> Path:
@@ -63,15 +62,9 @@ def read_shape(folder: Path) -> Shape:
     if not path.is_file():
         raise ConfigError(f"{path} not found; model.path must be a Hugging Face folder or a hub name")
     try:
-        return shape_of(read_json(path), partial(is_tied, folder))
+        return shape_of(read_json(path))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}; mend it, download it again, or take another model") from None
-
-
-def is_tied(folder: Path) -> bool:
-    """Tell whether the weights have no head of their own, if config.json does not say it."""
-    stored = any((folder / name).is_file() for name in WEIGHT_FILES)
-    return stored and "lm_head.weight" not in read_tensors(weight_files(folder), whole=False)
 
 
 def check_positions(folder: Path, tokens: int, settings: str) -> None:
@@ -85,7 +78,8 @@ def check_positions(folder: Path, tokens: int, settings: str) -> None:
 def check_sizes(folder: Path) -> None:
     """Raise ConfigError if the weights have other sizes than config.json says: memory for these might not be
     there, or loading take days. Reads only the headers of the files."""
-    shape, slices = read_shape(folder), read_tensors(weight_files(folder), whole=False)
+    shape = read_shape(folder)
+    slices = read_weights(folder, shape.tied, whole=False)
     last = f"model.layers.{shape.layers - 1}."
     expected = {
         EMBEDDING: [shape.vocab_size, shape.hidden_size],
@@ -157,6 +151,14 @@ def compare_shapes(stored: Iterable[tuple[str, Tensor]], expected: Iterable[tupl
             f"{here.get(name, 'nothing')} here")
 
 
+def read_weights(folder: Path, tied: bool, whole: bool = True) -> dict[str, Any]:
+    """Read the tensors of a folder, as `read_tensors`. A tied matrix may be stored under either name."""
+    tensors = read_tensors(weight_files(folder), whole)
+    if tied and EMBEDDING not in tensors and HEAD in tensors:
+        tensors[EMBEDDING] = tensors.pop(HEAD)
+    return tensors
+
+
 @torch.no_grad()
 def load_weights(model: nn.Module, folder: Path) -> None:
     """Fill a decoder, whole or sharded, from a folder.
@@ -165,11 +167,11 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     not finite.
     """
     require_own_files(folder, weights=True)
-    tensors = read_tensors(weight_files(folder))
+    tied = read_shape(folder).tied
+    tensors = read_weights(folder, tied)
     # Some exports repeat a tied head, and a critic has none.
-    head = tensors.pop("lm_head.weight", None) if model.shape.tied else None
-    repeats = head is None or EMBEDDING not in tensors or torch.equal(head, tensors[EMBEDDING])
-    if not repeats and read_shape(folder).tied:
+    head = tensors.pop(HEAD, None) if model.shape.tied else None
+    if tied and head is not None and not torch.equal(head, tensors[EMBEDDING]):
         raise ConfigError(f"{folder}: lm_head.weight is not {EMBEDDING}, and config.json ties them; set "
                           "tie_word_embeddings to false there if the head is its own")
     for name in [name for name in tensors if name.endswith("rotary_emb.inv_freq")]:  # of older exports
