@@ -124,6 +124,13 @@ def test_all_ranks_choose_by_the_one_that_has_least(tmp_path):
     assert on_ranks(2, tmp_path, machine_on_ranks) == [(999.0, 2, True)] * 2
 
 
+def test_halves_are_said_to_be_slow_on_a_cpu_without_instructions_for_them(monkeypatch, capsys):
+    for able, dtype, said in (({}, "bfloat16", 1), ({"amx_bf16": True}, "bfloat16", 0), ({}, "float32", 0)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda able=able: able)
+        assert not hardware.rounds_products(config.Model("m", dtype), CPU)
+        assert capsys.readouterr().err.count("model.dtype=bfloat16 takes this CPU 6 to 70 times as long") == said
+
+
 def test_only_the_tested_vllm_counts(monkeypatch):
     for version, fine in (("0.32.0", True), ("0.32.0+cu130", True), ("0.33.0", False), (None, False)):
         def installed(name, version=version):

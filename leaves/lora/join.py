@@ -47,20 +47,8 @@ TARGETS = {  # model.lora.targets -> layers of a block, of which a family has so
 }
 PREFIX = "base_model.model."  # of every name in a PEFT file
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PLAIN_PEFT = {  # settings of PEFT that change an adapter's result, and the values that do not
-    "peft_type": "LORA",
-    "bias": "none",
-    "use_dora": False,
-    "use_rslora": False,
-    "fan_in_fan_out": False,
-    "lora_bias": False,
-    "modules_to_save": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "alora_invocation_tokens": None,
-    "layer_replication": None,
-    "init_lora_weights": True,
-}
+# Settings of PEFT that change an adapter's result, and the values that do not.
+PLAIN_PEFT = read_json(Path(__file__).with_name("plain_peft.json"))
 # They leave the base as it is, too; others, such as PiSSA's, change it.
 OTHER_INITS = (False, "gaussian", "orthogonal")
 
@@ -168,13 +156,18 @@ def find_adapters(model: nn.Module) -> dict[str, Adapted]:
 
 
 def adapt(model: Decoder, settings: Lora, dtype: torch.dtype) -> None:
-    """Freeze an empty decoder, in `dtype`, and put adapters of at least float32 beside its layers."""
+    """Freeze an empty decoder, in `dtype`, and put adapters of at least float32 beside its layers. Raises
+    ConfigError for a rank above the smaller side of one of them."""
     model.to(dtype).requires_grad_(False)
     wide = torch.promote_types(dtype, torch.float32)
     for block in model.layers:
         layers = dict(block.named_modules())
         for name in TARGETS[settings.targets]:
             if name in layers:
+                most = min(layers[name].weight.shape)
+                if settings.rank > most:
+                    raise ConfigError(f"model.lora.rank={settings.rank} must be at most {most}, the smaller "
+                                      f"side of {name}; lower it, or choose other model.lora.targets")
                 block.set_submodule(name, Adapted(layers[name], settings, wide))
 
 
