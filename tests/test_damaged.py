@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TOY, toy_config, write_tiny
+from conftest import ROOT, TOY, write_tiny
 from safetensors.torch import load_file, save_file
 from test_data import edit
 from test_eval import written
@@ -372,11 +372,6 @@ def test_a_tokenizer_that_explodes_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(trial, "GIB", 1)
     with pytest.raises(ConfigError, match="takes more than 15 s of computing or 1 GiB of memory, or ends the process"):
         data.to_prompts([Problem("q", "a banana", "1")], data.Tokenizer(folder), None, 512)
-
-
-def test_half_a_character_in_a_setting_is_one_line(tmp_path):
-    with pytest.raises(ConfigError, match="rollout.stop.* holds half a character; write it as UTF-8"):
-        toy_config(tmp_path / "run", r'rollout.stop=["\ud800"]')
 
 
 def test_a_trial_frees_nothing_of_the_program():

@@ -19,7 +19,6 @@ import reward
 import train
 from infra import runfolder
 from rollout_vllm import VLLM_VERSION
-from settings import loader
 from settings.leaves import LEAVES
 
 FOLDERS = ("verify", "infra", "settings", "leaves", *(f"leaves.{leaf}" for leaf in LEAVES))
@@ -63,7 +62,7 @@ def test_every_setting_is_read_somewhere():
 
 def test_messages_name_only_real_settings():
     """Anything that looks like section.setting in a text of the code or on a page is one."""
-    known = {*leaves(), *loader.RENAMED, "data.system_prompt.file", "data.system_prompt.field"}
+    known = {*leaves(), "data.system_prompt.file", "data.system_prompt.field"}
     names = {key.split(".")[0] for key in known if "." in key}
     partial = {key.rsplit(".", i)[0] for key in known for i in (1, 2)}
     attributes = {path.name for path in FILES.values()}  # and what a file of that name defines

@@ -68,7 +68,8 @@ def write_card(run: Path) -> Path:
             "tags": ["winnow", "reinforcement-learning"]}
     head |= {"license": licence} if licence else {}
     head |= {} if find_path(base).is_dir() else {"base_model": base}
-    head |= {} if find_path(cfg.data.train).exists() else {"datasets": [cfg.data.train]}
+    named = [name for name in cfg.data.train.split(",") if not find_path(name).exists()]
+    head |= {"datasets": named} if named else {}
     with blame_file(run / "env.json"):
         ran_on = json.loads((run / "env.json").read_text())
         text = CARD.format(

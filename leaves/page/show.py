@@ -120,8 +120,8 @@ def of_all(name: str, table: dict[str, list]) -> dict[str, list]:
 def describe_rules() -> str:
     text = [f"# {RULES}: a choice, and the values of other settings that it requires"]
     for choice, requirements in of_all("REQUIRES", REQUIRES).items():
-        for key, allowed, why in requirements:
-            text += [f"{choice}: {key} must be {allowed}", indented(why)]
+        for demand, _, why in (entry.partition(": ") for entry in requirements):
+            text += [f"{choice}: {demand.replace('=', ' must be ', 1)}", indented(why)]
     return "\n".join(text)
 
 
