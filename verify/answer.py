@@ -22,7 +22,7 @@ OPENING, CLOSING = "([{", ")]}"
 SUBSCRIPT = r"(?:_\w|_\{[^{}]*\}|')*"
 INVERSE = r"(?:\^\{?-1\}?)"
 NAME = re.compile(
-    r"(?:\\?[A-Za-z]|\\[A-Za-z]+|\\?[A-Z]{2,4}|\|[A-Z]+\||m?\\(?:angle|triangle) ?[A-Z]+|"
+    r"(?!\\pi\Z)(?:\\?[A-Za-z]|\\[A-Za-z]+|\\?[A-Z]{2,4}|\|[A-Z]+\||m?\\(?:angle|triangle) ?[A-Z]+|"
     rf"(?!not(?!e))[A-Za-z]{{4,}}|[A-Za-z]{SUBSCRIPT}:[A-Za-z]){SUBSCRIPT}(?:{INVERSE}?\([A-Za-z0-9,=<>≤≥|]*\))?"
     r"|\([a-zA-Z](?:,[a-zA-Z])*\)|\\frac\{[A-Za-z]+\}\{[A-Za-z]+\}")
 CALL = re.compile(rf"(\\?[A-Za-z]+{SUBSCRIPT}{INVERSE}?)\(([a-zA-Z](?:,[a-zA-Z])*)\)")  # f(x), of letters
@@ -32,9 +32,9 @@ NAMED_FUNCTIONS = re.compile(r"\\(?:ln|log|lg|exp|(?:arc)?(?:sin|cos|tan|cot|sec
 LOOSE_NAME = re.compile(
     r"[a-zA-Z](?:\^\{?-1\}?)?[(\[].*[)\]]|\|[a-zA-Z]+\||\[[^\]]*[A-Z]\]|"
     r"\\(?:overline|overrightarrow|vec|hat|bar)\{?[A-Za-z]+\}?|"
-    r"\\(?:sin|cos|tan|angle|log|ln)[\\ a-zA-Z]+|[a-zA-Z](?:[+:][a-zA-Z])+|d?[a-z]/d?[a-z]|"
-    r"[A-Z]{2}(?:\^2)?(?:[-+][A-Z]{2}(?:\^2)?)*|\\(?:lim|max|min|sup|inf|gcd|deg|dim|det)(?![a-z]).*|"
-    r'"?(?:lcm|gcd|max|min)"?\(.*\)|.*\\b?mod(?![a-z]).*')
+    r"\\(?:sin|cos|tan|angle|log|ln)[\\ a-zA-Z]+|d?[a-z]/d?[a-z]|\|[^|]*[A-Z][^|]*\||"
+    r"(?!not)[a-zA-Z](?:[_^](?:\w|\{\w+\}))*(?:[-+:]?[a-zA-Z](?:[_^](?:\w|\{\w+\}))*)+|\\(?:lim|max|min|sup|inf|gcd|deg|dim|det)(?![a-z]).*|"
+    r"[A-Za-z]{2,}\(.*\)|.*\\b?mod(?![a-z]).*")
 VARIABLE = rf"(?!\\(?:pi|infty)|e)(?:[a-zA-Z]|\\[a-zA-Z]+){SUBSCRIPT}"
 # An inequality bounds one of these: x, f(x), \sin x.
 RANGED = re.compile(rf"{VARIABLE}(?:\([a-zA-Z]\))?|\\(?:sin|cos|tan|cot) ?(?:\(?{VARIABLE}\)?)")
@@ -117,7 +117,7 @@ def list_members(x: str) -> list[str]:
     "a \pm b" has two members, and {1, 2} in plain braces is a list. If the same names come again, the values
     between are one member: x=1, y=2, x=3, y=4 has two.
     """
-    x = re.sub(r"^[^={},;∧∨]*=\s*(?=\\\{|\{[^{}]*,)", "", x.strip().replace("\\cup", "∪"))
+    x = re.sub(r"^[^={},;∧∨]*=\s*(?=\\\{|\{[^{}]*,)(?!.*=)", "", x.strip().replace("\\cup", "∪"))
     while x[:1] == "{" and closes_at_end(x):
         x = x[1:-1].strip()
     if x[:1] == x[-1:] == '"' and x.count('"') == 2:

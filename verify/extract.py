@@ -31,7 +31,9 @@ MARK = re.compile(r"""(?ix)
     (?<!\#)\#{4}(?!\#|\s*(?:\d+[.)][ ]+(?!I[ ])[A-Z]|(?:steps?|parts?|cases?|method|approach|attempt|example|
         figure|final|answer|solutions?|solv(?:e|ing)|check(?:ing)?|verif\w+|explanations?|conclusions?|summary|
         recap|results?|notes?|given|problem|question|proof|hint|analysis|reasoning|discussion|calculat\w+|
-        comput\w+|find(?:ing)?|using|let|now|simplif\w+|substitut\w+|set(?:ting)?[ ]up|understand\w*)\b))|
+        comput\w+|find(?:ing)?|using|let|now|simplif\w+|substitut\w+|set(?:ting)?[ ]up|understand\w*|
+        key|remarks?|comments?|why|how|what|overview|introduction|intuition|interpretation|alternative|
+        details?|takeaways?|tips?)\b))|
     <answer>|
     (?:\bcorrection[*_]*:(?:\s*it[ ]should[ ](?:be|have[ ]been))?|
         \b(?:mistake|wrong|error|oops|sorry)\b[^\n]{0,30}?\bit[ ]should[ ](?:be|have[ ]been)\b|
@@ -42,7 +44,8 @@ MARK = re.compile(r"""(?ix)
 DENIED = re.compile(r"""(?ix)
     # cannot be \0; rather than \0; x \ne \0
     (?:\b(?:not|never|cannot|neither|nor|hardly|scarcely|unlikely|fails?|no[ ](?:longer|way|case)|
-            instead[ ]of|rather[ ]than|(?:ca|wo|is|does|should|could|would)nt)|n['’]t|\\neq?|≠|(?<=\s)!=)
+            instead[ ]of|rather[ ]than|anything[ ]but|exclud\w+|
+            (?:ca|wo|is|does|should|could|would)nt)|n['’]t|\\neq?|≠|(?<=\s)!=)
         (?:[ *_]+(?:be|is|it|to|the|in|any|case|equal|answer|ever|possibly|really|exactly|actually))*
         [\s:*_$\\(\[]*(?:[a-z]\s*=\s*)?\0|
     # I do not think that the answer is \0; one might say ...; if the answer is \0
@@ -64,23 +67,26 @@ DENIED = re.compile(r"""(?ix)
     \b(?:is|are|be)[\s*_]*\0(?:[^.!?\n]|\.\d)*(?<!right)\?""")
 # An answer, \0, and words that take it back. A letter, yes and no cannot be: "No. That is wrong."
 RETRACTED = re.compile(r"""(?isx)
-    (?!\W*(?:\\text\w*\{)?(?:[A-Z]|yes|no|true|false)\W*\0)([^\0]*)\0\W*(?:answer>\W*)?(?:
+    (?!\W*(?:\\text\w*\{)?(?:[A-Z]|yes|no|true|false)\W*\0)([^\0]*)\0(?:\W*\?\W*no(?:pe)?\b|\W*(?:answer>\W*)?(?:
     # is wrong; wait, that is not right; ... 5 is wrong
     (?:(?:(?:wait|no|but|hmm+|oh|oops|actually|however|sorry|and|so|then|I|think|see|now)\b\W*)*
             (?:(?:that|this|it|which|(?:my|this|that|the)[ ](?:\w+[ ])?answer|the[ ]above)\s*)?|
             .*?(?<!\w)\1\$?\s+)
-        (?:(?:is|was|['’]s)\s+(?:\w+ly\s+)?(?:wrong|incorrect|an?\s+(?:mistake|error)|
-            not(?:\s+(?:right|correct|the\s+(?:\w+\s+)?answer)|[.!]))|
+        (?:(?:is|was|['’]s|would\s+be)\s+(?:\w+ly\s+)?(?:wrong|incorrect|too\s+(?:small|large|big|high|low)|
+            an?\s+(?:mistake|error)|not(?:\s+(?:right|correct|the\s+(?:\w+\s+)?answer)|[.!]))|
             (?:isn['’]t|cannot\s+be|can['’]t\s+be|doesn['’]t\s+(?:look|seem))\s+(?:right|correct))
         (?!\s+(?:to|that)\b|\w)|
+    (?:is\s+(?:impossible|not\s+possible|ruled\s+out|excluded|out\b)|fails\b|does(?:n['’]t|\s+not)\s+work|
+        cannot\s+be\b(?!\s*\w)|isn['’]t\s+it\b)|
     (?:wrong|incorrect|not[ ](?:really|right|correct))\)|
-    # I was wrong; scratch that
+    # actually no; I was wrong; scratch that
+    (?:actually|hmm+|oh)\W+no\b|no\W+wait\b|
     (?:\w+\W+){0,3}?(?:I\s+(?:(?:was|am)\s+wrong\b|take\s+(?:that|it|this)\s+back\b|
             made\s+an?\s+(?:mistake|error)\b(?!\s+(?:before|earlier)))|
         (?:scratch|strike|ignore|disregard|forget)\s+(?:that|this|it)\b|never\s*mind\b)|
-    # ... the answer is not 5
-    .*?\banswers?\b[^.\n]{0,30}?(?:\b(?:not|never|cannot)|n['’]t)\s+(?:be\s+|equal\s+(?:to\s+)?)?
-        (?:\$|\\\(|\\boxed\{)*\1(?!\w|\.\d))""")
+    # so it is not 5; ... the answer is not 5
+    (?:.*?\banswers?\b[^.\n]{0,30}?|(?:(?:so|but|no|wait|and)\W+)*(?:(?:it|this|that)\b[^.\n]{0,20}?)?)
+        (?:\b(?:not|never|cannot)|n['’]t)\s+(?:be\s+|equal\s+(?:to\s+)?)?(?:\$|\\\(|\\boxed\{)*\1(?!\w|\.\d)))""")
 # A mark, \0, an answer, \0, and the text behind it. These are sentences, remarks, and headings before a text.
 REMARK = r"""(?i:[^\0]*\0(?:(?:[^\s\0]+\s+){3}[^\s\0]|(?:
     not|neither|never|in|on|at|as|to|of|for|from|by|with|within|between|below|above|under|over|an?|the|what|

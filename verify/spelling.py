@@ -19,7 +19,7 @@ CHARACTERS = str.maketrans({
 # The names of the commands that stand for a sign, and the sign.
 SIGNS = {name: sign + " " * sign[1:].isalpha() for *names, sign in map(str.split, r"""
     le leq leqslant ≤, ge geq geqslant ≥, lt <, gt >, ne neq ≠, langle (, rangle ), lbrace \{, rbrace \},
-    backslash smallsetminus \setminus,
+    backslash smallsetminus \setminus, colon :,
     ldots cdots dots \ldots, mid vert lvert rvert |, times ast \cdot, div /""".split(",")) for name in names}
 NUMERALS = {name: str(i) for i, name in enumerate("two three four five six seven eight nine ten".split(), 2)}
 FACTORS = {"dozen": "12", "hundred": "100", "thousand": "1000", "million": "10^{6}", "billion": "10^{9}",
@@ -115,7 +115,7 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     (r"\*\*(?=\s*$)|^\s*\*\*", "", "**5**", "5"),  # bold markdown
     (r"\*\*", "^", "x**2", "x^2"),  # a power as in Python
     (r"\\[tdc](frac|binom)", r"\\\1", r"\dfrac12", r"\frac12"),  # sizes of fractions
-    (macro("left|right|[bB]igg?[lr]?") + r"\.?", "", r"\left(1\right)", "(1)"),  # sizes of brackets
+    (macro("left|right|middle|[bB]igg?[lr]?") + r"\.?", "", r"\left(1\right)", "(1)"),  # sizes of brackets
     (r"\\(text|math)(rm|bf|it|sf)?(?:\s*(\d+)|\s+([a-zA-Z](?![a-zA-Z])))", r"\\\1\2{\3\4}",
      r"\text7", r"\text{7}"),  # a font's argument without braces
     (r"\\ang" + BRACED, r"\1^\\circ", r"\ang{5}", r"5^\circ"),  # degrees by siunitx
@@ -193,7 +193,7 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     (r"!=|\\not\s*(?:=|\\approx|\\sim|\\cong)", "≠", "x != 1", "x ≠ 1"),
     # the empty set
     (macro("varnothing|emptyset") + r"|\\\{\s*\\\}|" +
-     r'^"?(?i:(?:there (?:is|are) )?no (?:real )?solutions?|(?:the )?empty set)"?$',
+     r'^"?(?i:(?:there (?:is|are) )?no (?:real )?solutions?|(?:the )?empty set)\.?"?$',
      r"\\emptyset ", r"\{\}", r"\emptyset "),
     # that set in a set
     (r"\\\{\s*\\emptyset\s*\\\}", '"set of nothing"', r"\{\emptyset\}", '"set of nothing"'),
@@ -216,7 +216,7 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     (r"\\pmod(?=\s*\{?\w+\}?\s*=)", r"\\bmod", r"17 \pmod 5 = 2", r"17 \bmod 5 = 2"),
     (r"^(?!.*\\not)[^=,;∧∨]*\\equiv(?![a-z])([^=]*?)\s*\(?\s*\\[pb]mod\s*\{?(\w+)\}?\s*\)?\s*$",
      r'\1"modulo \2"', r"x\equiv 3 \pmod 5", ' 3"modulo 5"'),
-    (r'\s*(?:\\pmod\s*\{?(\w+)\}?|\(\s*\\bmod\s*\{?(\w+)\}?\s*\)|"?\s*\bmodulo\s*"?\s*(\w+))\s*$',
+    (r'\s*(?:\\pmod\s*\{?(\w+)\}?|"?\s*\(\s*\\bmod\s*\{?(\w+)\}?\s*\)"?|"?\s*\bmodulo\s*"?\s*(\w+))\s*$',
      r'"modulo \1\2\3"', r"3 \pmod{5}", '3"modulo 5"'),
     # a binomial by TeX
     (r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}", r"{3\choose 2}", r"\binom{3}{ 2}"),
