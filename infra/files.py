@@ -21,8 +21,8 @@ def read_rows(path: Path) -> Rows:
             raise ConfigError(f"{path} cannot be unpacked ({error}); download or write it again") from None
     ending = Path(name).suffix
     if ending not in READERS:
-        raise ConfigError(f"{path} is there, but no file with the ending {ending!r} is read; unpack it, or "
-                          f"save it as one of {', '.join(READERS)}")
+        raise ConfigError(f"{path} is there, but no file with the ending {ending!r} is read; unpack it, "
+                          f"save it as one of {', '.join(READERS)}, or name the other files by a pattern")
     rows = READERS[ending](path, content)
     if isinstance(rows, list):
         rows = ((f"{path}: row {i}", row) for i, row in enumerate(rows))
@@ -86,7 +86,8 @@ def read_csv(path: Path, content: bytes) -> Rows:
     try:
         names = [name.strip() for name in next(lines, [])]
         if len(set(names)) < len(names):
-            raise ConfigError(f"{path}:1: a column is named twice in {', '.join(names)}")
+            raise ConfigError(f"{path}:1: a column is named twice in {', '.join(names)}; give each "
+                              "a name of its own, or delete it")
         for cells in filter(any, lines):
             place = f"{path}:{lines.line_num + bool(told[1])}"
             if len(cells) > len(names):

@@ -96,7 +96,7 @@ def test_a_file_of_any_kind_holds_the_same_problems(name, content, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [
-    ("a.xlsx", b"PK", " is there, but no file with the ending '.xlsx' is read; unpack it, or save it as one of .jsonl"),
+    ("a.xlsx", b"PK", " is there, but no file with the ending '.xlsx' is read; unpack it, save it as one of .jsonl, "),
     ("a.arrow", b"", ".*the ending '.arrow'"), ("a.yaml.gz", gzip.compress(b""), ".*the ending '.yaml'"),
     ("a.txt", b"q", ".*the ending '.txt'"), ("data", b"q", ".*the ending ''"),
     ("a.jsonl.gz", b"{}", " cannot be unpacked .Not a gz"), ("a.csv.gz", gzip.compress(b"q" * 99)[:-9], ".*unpack"),
