@@ -23,8 +23,9 @@ SUBSCRIPT = r"(?:_\w|_\{[^{}]*\}|')*"
 INVERSE = r"(?:\^\{?-1\}?)"
 NAME = re.compile(
     r"(?!\\pi\Z)(?:\\?[A-Za-z]|\\[A-Za-z]+|\\?[A-Z]{2,4}|\|[A-Z]+\||m?\\(?:angle|triangle) ?[A-Z]+|"
-    rf"(?!not(?!e))[A-Za-z]{{4,}}|[A-Za-z]{SUBSCRIPT}:[A-Za-z]){SUBSCRIPT}(?:{INVERSE}?\([A-Za-z0-9,=<>≤≥|]*\))?"
-    r"|\([a-zA-Z](?:,[a-zA-Z])*\)|\\frac\{[A-Za-z]+\}\{[A-Za-z]+\}")
+    rf"(?!not(?!e))[A-Za-z]{{4,}}|[A-Za-z]{SUBSCRIPT}:[A-Za-z]){SUBSCRIPT}"
+    rf"(?:{INVERSE}?\([A-Za-z0-9,=<>≤≥|]*\))?|\([a-zA-Z](?:,[a-zA-Z])*\)"
+    r"|\\frac\{[A-Za-z]+\}\{[A-Za-z]+\}")
 CALL = re.compile(rf"(\\?[A-Za-z]+{SUBSCRIPT}{INVERSE}?)\(([a-zA-Z](?:,[a-zA-Z])*)\)")  # f(x), of letters
 NAMED_FUNCTIONS = re.compile(r"\\(?:ln|log|lg|exp|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?)")
 # If the gold answer has no name, an answer may have one of these on its left too: f(-1), |z|, [ABC],
@@ -33,8 +34,8 @@ LOOSE_NAME = re.compile(
     r"[a-zA-Z](?:\^\{?-1\}?)?[(\[].*[)\]]|\|[a-zA-Z]+\||\[[^\]]*[A-Z]\]|"
     r"\\(?:overline|overrightarrow|vec|hat|bar)\{?[A-Za-z]+\}?|"
     r"\\(?:sin|cos|tan|angle|log|ln)[\\ a-zA-Z]+|d?[a-z]/d?[a-z]|\|[^|]*[A-Z][^|]*\||"
-    r"(?!not)[a-zA-Z](?:[_^](?:\w|\{\w+\}))*(?:[-+:]?[a-zA-Z](?:[_^](?:\w|\{\w+\}))*)+|\\(?:lim|max|min|sup|inf|gcd|deg|dim|det)(?![a-z]).*|"
-    r"[A-Za-z]{2,}\(.*\)|.*\\b?mod(?![a-z]).*")
+    r"(?!not)[a-zA-Z](?:[_^](?:\w|\{\w+\}))*(?:[-+:]?[a-zA-Z](?:[_^](?:\w|\{\w+\}))*)+|"
+    r"\\(?:lim|max|min|sup|inf|gcd|deg|dim|det)(?![a-z]).*|[A-Za-z]{2,}\(.*\)|.*\\b?mod(?![a-z]).*")
 VARIABLE = rf"(?!\\(?:pi|infty)|e)(?:[a-zA-Z]|\\[a-zA-Z]+){SUBSCRIPT}"
 # An inequality bounds one of these: x, f(x), \sin x.
 RANGED = re.compile(rf"{VARIABLE}(?:\([a-zA-Z]\))?|\\(?:sin|cos|tan|cot) ?(?:\(?{VARIABLE}\)?)")

@@ -29,11 +29,11 @@ BETWEEN_BOXES = re.compile(r"(?:[\s$,;&{}]|\b[a-zA-Z](?:_\w)?\s*=|\\[()\[\],;: \
 # "####" but before a heading, <answer>, a correction, or "answer" with its verb, its colon or its line.
 MARK = re.compile(r"""(?ix)
     (?<!\#)\#{4}(?!\#|\s*(?:\d+[.)][ ]+(?!I[ ])[A-Z]|(?:steps?|parts?|cases?|method|approach|attempt|example|
-        figure|final|answer|solutions?|solv(?:e|ing)|check(?:ing)?|verif\w+|explanations?|conclusions?|summary|
-        recap|results?|notes?|given|problem|question|proof|hint|analysis|reasoning|discussion|calculat\w+|
-        comput\w+|find(?:ing)?|using|let|now|simplif\w+|substitut\w+|set(?:ting)?[ ]up|understand\w*|
-        key|remarks?|comments?|why|how|what|overview|introduction|intuition|interpretation|alternative|
-        details?|takeaways?|tips?)\b))|
+        figure|final|answer|solutions?|solv(?:e|ing)|check(?:ing)?|verif\w+|explanations?|conclusions?|
+        summary|recap|results?|notes?|given|problem|question|proof|hint|analysis|reasoning|discussion|
+        calculat\w+|comput\w+|find(?:ing)?|using|let|now|simplif\w+|substitut\w+|understand\w*|
+        set(?:ting)?[ ]up|key|remarks?|comments?|why|how|what|overview|introduction|intuition|interpretation|
+        alternative|details?|takeaways?|tips?)\b))|
     <answer>|
     (?:\bcorrection[*_]*:(?:\s*it[ ]should[ ](?:be|have[ ]been))?|
         \b(?:mistake|wrong|error|oops|sorry)\b[^\n]{0,30}?\bit[ ]should[ ](?:be|have[ ]been)\b|
@@ -52,8 +52,9 @@ DENIED = re.compile(r"""(?ix)
     \b(?:(?:(?:not|never|hardly|cannot|refuse|nobody|they|one|you|some|someone|many|people|
                 (?:his|her|my)[ ]\w+)(?:[ ](?:might|may|could|would|will|often|also))?|
                 \w+n['’]t|students|tempting)(?:[ ](?:be|to|the))*[ ](?:thinks?|thought|believe|
-            say|said|mean|claim|guess|assume|expect|argue|conclude|sure|certain|true|correct|like|likely|clear|case|that)|false|wrong|untrue|unlikely|
-            impossible|no[ ]way|(?<!no[ ])doubt|suppose|assume|assuming|let|if|whether)
+            say|said|mean|claim|guess|assume|expect|argue|conclude|sure|certain|true|correct|like|likely|
+            clear|case|that)|false|wrong|untrue|unlikely|impossible|no[ ]way|(?<!no[ ])doubt|suppose|assume|
+            assuming|let|if|whether)
         (?:[ ](?:that|if|whether|the|my|our|your|this|final|correct))*
         [ ]answers?\b[^.,;\n\0]{0,80}?\b(?:is|are|be|was|were|equals)\b[\s:*_$\\(\[]*\0|
     # no answer is \0; to check our answer: \0; which is the answer \0
@@ -67,7 +68,8 @@ DENIED = re.compile(r"""(?ix)
     \b(?:is|are|be)[\s*_]*\0(?:[^.!?\n]|\.\d)*(?<!right)\?""")
 # An answer, \0, and words that take it back. A letter, yes and no cannot be: "No. That is wrong."
 RETRACTED = re.compile(r"""(?isx)
-    (?!\W*(?:\\text\w*\{)?(?:[A-Z]|yes|no|true|false)\W*\0)([^\0]*)\0(?:\W*\?\W*no(?:pe)?\b|\W*(?:answer>\W*)?(?:
+    (?!\W*(?:\\text\w*\{)?(?:[A-Z]|yes|no|true|false)\W*\0)([^\0]*)\0(?:\W*\?\W*no(?:pe)?\b|
+    \W*(?:answer>\W*)?(?:
     # is wrong; wait, that is not right; ... 5 is wrong
     (?:(?:(?:wait|no|but|hmm+|oh|oops|actually|however|sorry|and|so|then|I|think|see|now)\b\W*)*
             (?:(?:that|this|it|which|(?:my|this|that|the)[ ](?:\w+[ ])?answer|the[ ]above)\s*)?|
@@ -86,7 +88,8 @@ RETRACTED = re.compile(r"""(?isx)
         (?:scratch|strike|ignore|disregard|forget)\s+(?:that|this|it)\b|never\s*mind\b)|
     # so it is not 5; ... the answer is not 5
     (?:.*?\banswers?\b[^.\n]{0,30}?|(?:(?:so|but|no|wait|and)\W+)*(?:(?:it|this|that)\b[^.\n]{0,20}?)?)
-        (?:\b(?:not|never|cannot)|n['’]t)\s+(?:be\s+|equal\s+(?:to\s+)?)?(?:\$|\\\(|\\boxed\{)*\1(?!\w|\.\d)))""")
+        (?:\b(?:not|never|cannot)|n['’]t)\s+(?:be\s+|equal\s+(?:to\s+)?)?
+        (?:\$|\\\(|\\boxed\{)*\1(?!\w|\.\d)))""")
 # A mark, \0, an answer, \0, and the text behind it. These are sentences, remarks, and headings before a text.
 REMARK = r"""(?i:[^\0]*\0(?:(?:[^\s\0]+\s+){3}[^\s\0]|(?:
     not|neither|never|in|on|at|as|to|of|for|from|by|with|within|between|below|above|under|over|an?|the|what|
