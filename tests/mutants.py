@@ -56,8 +56,8 @@ BUGS = {
         ("d_C.exp() - d_C - 1", "d_C.exp() + d_C - 1", "loss"),
         ("return pruned.weight_NG /", "return kept_NG /", "loss"),
         ("loss.kl * (weight_C * ratio_C * k3_C).sum()", "loss.kl * (ratio_C * k3_C).mean()", "invariance"),
-        ("gap_C.exp().clamp(max=cap)", "gap_C.exp()", "loss"),
-        ("(ratio_S <= mask_ratio) & (ratio_S * mask_ratio >= 1)", "(ratio_S <= mask_ratio)", "loss"),
+        ("gap_C.exp().clamp(max=cap)", "gap_C.exp()", "objectives"),
+        ("(ratio_S <= mask_ratio) & (ratio_S * mask_ratio >= 1)", "(ratio_S <= mask_ratio)", "loop"),
         ("else offered * len_NG.shape[1] -", "else len_NG.numel() -", "unbiased"),
         ("(logp_C - old_C).exp() if loss.kl_corrected else 1", "1", "objectives"),
         ("row.bonus_C * factor_C * entropy_C", "row.bonus_C * entropy_C.detach()", "objectives"),
@@ -76,7 +76,7 @@ BUGS = {
         ("completion if n == before else keys[-1]", "keys[-1]", "pack"),
         ("        before[0] = prompt_start + len(prompt) - 1\n", "", "pack"),
         ("before[0] = prompt_start + len(prompt) - 1", "before[0] = prompt_start + len(prompt)", "objectives"),
-        ("prompt_start, group = end, n", "prompt_start, group = 0, n", "shared"),
+        ("prompt_start, group = end, n", "prompt_start, group = 0, n", "pack"),
         ("np.arange(start - 1, end - 1)", "np.arange(start, end)", "pack"),
     ],
     "update": [
@@ -153,7 +153,7 @@ BUGS = {
     "leaves/preferences/join": [
         ("[:, :, None] > reward_NG", "[:, :, None] >= reward_NG", "preference"),
         ("pull_NGG.sum(dim=2) - pull_NGG.sum(dim=1)", "pull_NGG.sum(dim=2)", "preference"),
-        ("(-beta / count_N1 *", "(-beta *", "preference"),
+        ("(-beta / count_N1 *", "(-beta *", "objectives"),
     ],
     "leaves/critic/join": [
         ("keep_NG * weight_N1", "keep_NG * 1.0", "critic"),
