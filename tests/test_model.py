@@ -45,14 +45,6 @@ def test_log_probs_and_entropies_with_their_gradients_equal_the_dense_formula(ch
         torch.testing.assert_close(torch.autograd.grad(out, (hidden_CD, head_VD), grad), expected)
 
 
-def test_the_entropy_of_equal_logits_is_the_largest_and_has_no_gradient(tiny):
-    hidden_CD, head_VD, target_C = case(tiny)
-    out_C2 = decoder.ChunkedLogProb.apply(0 * hidden_CD, head_VD, target_C, 1.0, 8, decoder.WITH_ENTROPY)
-    torch.testing.assert_close(out_C2[:, 1], torch.full((23,), len(head_VD), dtype=torch.float64).log())
-    grad_VD, = torch.autograd.grad(out_C2[:, 1].sum(), head_VD)
-    assert grad_VD.abs().max() < 1e-12
-
-
 class Watch(TorchDispatchMode):
     """The tensors that operations make: the numbers of the largest, and the most bytes that are alive at a time."""
 
