@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TOY, as_batch, load, logp_alone, make_groups, parts_of, toy_config, weights
+from conftest import TOY, as_batch, load, logp_alone, make_groups, parts_of, steps_of, toy_config, weights
 from test_objectives import gradient_of, learner_on
 from torch import nn
 
-import config
 import data
 import rollout
 import train
@@ -21,7 +20,6 @@ from learner import NotFinite, optimizer_step
 from metrics import Clock
 from prune import COMPLETIONS, keep_all, keep_largest
 from records import Group, Pruned, Sample
-from reward import COMPONENTS
 from verify.extract import last_tag
 from verify.grade import grade
 
@@ -260,11 +258,6 @@ def test_every_group_is_trained_on_wherever_it_stood_among_those_offered(tiny, t
     assert update.update(learner, replace(batch, places=[1, 6], offered=8), 0, Clock())["train/tokens"] == 14
 
 
-def test_due_on_the_way_and_after_the_last_step():
-    assert [step for step in range(1, 8) if train.is_due(3, step, 7)] == [3, 6, 7]
-    assert [step for step in range(1, 8) if train.is_due(0, step, 7)] == [7]
-
-
 def test_a_model_that_is_frozen_as_a_whole_is_saved_whole_and_one_without_weights_is_an_error(tiny, tmp_path):
     frozen = load(tiny).requires_grad_(False)
     saved = {name: p.clone() for name, p in frozen.named_parameters()}
@@ -306,10 +299,6 @@ def test_a_reward_of_weight_0_is_logged_and_adds_nothing(tmp_path):
                      f"reward.custom_file={tmp_path / 'own.py'}", "reward.custom={brief: 0}", "reward.boxed=0")
     assert cfg.reward.weights == {"accuracy": 1}
     train.train(cfg)
-    line = next(line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "train/loss" in line)
+    line, = steps_of(tmp_path / "run")
     assert line["reward/brief"] < 0 and line["reward/boxed"] == 0 and "reward/format" not in line
     assert line["reward/mean"] == line["reward/accuracy"]
-
-
-def test_every_component_that_has_a_weight_is_measured():
-    assert set(config.Reward(**dict.fromkeys(COMPONENTS, 0.5)).components) == set(COMPONENTS)

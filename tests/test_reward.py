@@ -98,7 +98,7 @@ def test_notes_tell_what_could_not_be_graded(text, gold, notes, monkeypatch):
     assert tuple(parts[name] for name in reward.REPORTED_RATES) == notes
 
 
-def test_the_command_counts_by_category(tmp_path, command, capsys):
+def test_the_command_counts_by_category(tmp_path, command, refused, capsys):
     row = {"gold": "1", "completion": "#### 1", "correct": True, "category": "easy"}
     rows = [row, row | {"completion": "#### 2"}, row | {"correct": False, "category": "odd"},
             row | {"completion": "", "correct": False, "category": "odd"}]
@@ -110,10 +110,8 @@ def test_the_command_counts_by_category(tmp_path, command, capsys):
     assert ["total", "4", "50.0%", "1", "1"] in lines
     assert "false negative: easy: gold '1', answer '2', judged wrong" in printed
     (tmp_path / "c.jsonl").write_text("[]\n")
-    assert command(reward, "--cases", tmp_path / "c.jsonl") == 2
-    said = capsys.readouterr()
-    assert (said.out, said.err) == (
-        "", f"error: {tmp_path / 'c.jsonl'}:1: the 'gold' of a case must be a str, not None\n")
+    said = refused(reward, "--cases", tmp_path / "c.jsonl")
+    assert said == f"error: {tmp_path / 'c.jsonl'}:1: the 'gold' of a case must be a str, not None"
 
 
 def test_no_weight_is_nan():
