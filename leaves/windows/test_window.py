@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TOY, as_rolled, ask, load, others_slow, toy_config
+from conftest import TOY, as_rolled, ask, load, others_slow, steps_of, toy_config
 
 import config
 import data
@@ -71,7 +71,7 @@ def test_every_token_is_trained_once_by_the_policy_and_by_the_critic_when_the_co
 def test_the_engine_reads_what_was_begun_with_the_weights_it_has_now(tmp_path):
     """In float64 its log-probs of a window are the policy's, also where the prefix is older than the policy."""
     train.train(windowed(tmp_path / "run", "steps=3", "optim.lr=1e-3", "data.eval=null"))
-    lines = [line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "train/tokens" in line]
+    lines = steps_of(tmp_path / "run")
     assert all(line["mismatch/logp_abs_max"] < 1e-9 for line in lines)
     assert all(line["rollout/pending"] > 0 for line in lines)
     decided = runfolder.read_log(tmp_path / "run" / "decisions.jsonl")
