@@ -95,8 +95,6 @@ def test_answers_without_a_reward_are_no_part_of_its_mean():
     (["--rescore", "toy/model/config.json"], "toy/model/config.json is not a result of eval.py --out"),
     (["--compare", "README.md", "README.md"], "README.md: not valid JSON"),
 ])
-def test_bad_input_is_one_line_and_status_2(words, message, monkeypatch, run, capsys):
+def test_bad_input_is_one_line_and_status_2(words, message, monkeypatch, refused):
     monkeypatch.chdir(ROOT)
-    assert run(*words) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {message}") and said.count("\n") == 1
+    assert refused(evaluation, *words).startswith(f"error: {message}")

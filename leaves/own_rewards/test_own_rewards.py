@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TOY, as_rewards, toy_config
+from conftest import TOY, as_rewards, steps_of, toy_config
 
 import config
 import eval as evaluation
@@ -16,7 +16,7 @@ import train
 from collect import describe_missing
 from config import ConfigError, Reward
 from data import load_problems
-from infra import results, runfolder, user_files, user_worker
+from infra import results, user_files, user_worker
 from leaves.own_rewards import calls, worker
 from records import Problem, Prompt
 from reward import list_components, reward_range, score
@@ -151,19 +151,19 @@ def small(tmp_path: Path, path: str, *settings: str) -> config.Config:
                       "rollout.prompts_per_step=2", "rollout.max_new_tokens=4", "data.eval=null", *settings)
 
 
-def test_a_call_that_is_slow_is_told_apart_from_one_that_dies(tmp_path, capfd):
+def test_a_call_that_is_slow_is_told_apart_from_one_that_dies_and_its_worth_is_the_users_to_say(tmp_path, capfd):
     path = file_of(tmp_path, "import os, signal\ndef reward(text):\n    while 'slow' in text: pass\n"
                              "    if 'kill' in text: os.kill(os.getpid(), signal.SIGKILL)\n"
                              "    if 'big' in text: bytearray(10**13)\n    return 1")
-    cfg = own(path, custom_seconds=0.2, custom_workers=1)
+    cfg = own(path, custom_seconds=0.2, custom_workers=1, custom_ended=-1)
     results = parts(cfg, "slow", "kill", "big", "good", "slow 2")
     limits = calls.RewardFile.of(cfg).limits
     pool = workers.workers(limits)
     assert pool is workers.workers(replace(limits, seconds=9.0)) is not workers.workers(replace(limits, workers=2))
     assert [(p["custom"], p["timed_out"], p["died"]) for p in results] == [
-        (0, 1, 0), (0, 0, 1), (0, 0, 1), (1, 0, 0), (0, 1, 0)]
+        (-1, 1, 0), (-1, 0, 1), (-1, 0, 1), (1, 0, 0), (-1, 1, 0)]
     said = capfd.readouterr().err.splitlines()
-    assert [re.search("a call (.*); its value is 0 ", line)[1] for line in said] == [
+    assert [re.search("a call (.*); its value is -1 ", line)[1] for line in said] == [
         "took more than 0.2 s of computing or 10 times that by the clock (reward.custom_seconds), and was ended (row "
         "q)", "ended its process by signal 9 (row q)",
         "asked for more than 2 GiB of memory (reward.custom_gib) (row q)"]
@@ -256,12 +256,6 @@ def test_the_time_that_loading_takes_is_not_taken_from_the_first_call_of_a_proce
     assert [(p["custom"], p["timed_out"]) for p in results] == [(1, 0)] * 6
 
 
-def test_what_a_call_that_is_ended_is_worth_is_the_users_to_say(tmp_path, capfd):
-    path = file_of(tmp_path, "def reward(text):\n    while 'slow' in text: pass\n    return -0.5")
-    results = parts(own(path, custom_seconds=0.2, custom_workers=1, custom_ended=-1), "slow", "good")
-    assert [p["custom"] for p in results] == [-1, -0.5] and "its value is -1 (reward" in capfd.readouterr().err
-
-
 def test_a_change_while_a_run_is_under_way_is_not_seen(tmp_path):
     path = file_of(tmp_path, "def reward(text):\n    return 0.25")
     cfg = own(path)
@@ -329,7 +323,7 @@ def test_hostile_files_end_in_one_line_or_do_no_harm(case, tmp_path, capfd, monk
             calls.try_functions(cfg.reward, problems)
         return
     train.train(cfg)
-    line, = (x for x in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "rollout/tokens" in x)
+    line, = steps_of(tmp_path / "run")
     out, err = capfd.readouterr()
     assert "Traceback" not in out + err and "mine" not in out and "xxx" not in out
     if case == "none":
