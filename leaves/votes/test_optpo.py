@@ -7,12 +7,11 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import ROOT, TOY, make_groups, parts_of, toy_config, weights
+from conftest import ROOT, TOY, make_groups, parts_of, steps_of, toy_config, weights
 
 import config
 import data
 import train
-from infra import runfolder
 from leaves.votes import join as optpo
 from leaves.votes.settings import Votes
 from records import Rolled
@@ -152,8 +151,7 @@ def test_no_label_of_the_training_data_is_read(tmp_path):
         cfg = toy_config(tmp_path / name, f"data.train={tmp_path / name}.jsonl", "steps=3", "labels.most=12",
                          name="optpo_gsm8k.yaml toy.yaml")
         policies[name] = weights(train.train(cfg))
-        lines = runfolder.read_log(tmp_path / name / "metrics.jsonl")
-        logs[name] = [line for line in lines if "votes/lead" in line]
+        logs[name] = steps_of(tmp_path / name)
     for name in ("wrong", "none"):
         assert all(p.equal(policies["right"][key]) for key, p in policies[name].items())
         assert ((tmp_path / name / "decisions.jsonl").read_text() ==
@@ -170,7 +168,7 @@ def test_a_prompt_without_an_answer_has_no_reward(reward, tmp_path, monkeypatch)
     monkeypatch.setattr(optpo, "extract", lambda text: None)
     cfg = toy_config(tmp_path / "run", "steps=1", "labels.most=12", f"reward={reward}", name="optpo_gsm8k.yaml toy.yaml")
     policy = train.train(cfg)
-    line, = (line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "votes/lead" in line)
+    line, = steps_of(tmp_path / "run")
     assert line["rollout/unscored"] == 32 and line["prune/kept"] == 0 and line["votes/completions"] == 12
     assert line["rollout/tokens"] > 1.2 * line["rollout/length"] * 8 * 4
     assert torch.isfinite(next(policy.parameters())).all()
