@@ -80,7 +80,7 @@ RESUMED = {
                                   for name in RESUMED])
 def test_a_resumed_run_is_the_same_run_bit_for_bit(name, tmp_path, monkeypatch):
     """4 steps in one go = 3 steps, dead in the middle of the fourth, resumed from the checkpoint after the second."""
-    base = f"{name}_toy.yaml" if name in ("tppo", "apo") else "cppo_toy.yaml"
+    base = {"tppo": "tppo_toy.yaml", "apo": "apo_gsm8k.yaml toy.yaml"}.get(name, "cppo_toy.yaml")
     cfg = toy_config(tmp_path / "whole", "steps=4", "checkpoint.every=2", "eval.every=1", *SHORT,
                      *RESUMED[name], name=base)
     whole = run_and_copy(cfg, tmp_path / "cut", 3, monkeypatch)
