@@ -10,16 +10,91 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from settings import leaves
-from settings.loader import flatten, read
+from settings.loader import flatten
 
 Rule = tuple[str, bool, str]
 
-# A choice -> the settings that only it uses, or that must have these values then, and why.
-ONLY_WITH, REQUIRES = read(Path(__file__).with_suffix(".yaml")).values()
+# A choice -> the settings that only it uses, and why; without it they must keep their defaults.
+ONLY_WITH = {
+    "rollout.engine=vllm": [
+        "rollout.tensor_parallel",
+        "rollout.cache_gib",
+        "rollout.sleep",
+        "rollout.quantization",
+    ],
+    "rollout.until=informative": ["rollout.oversample", "rollout.differ_in"],
+    "rollout.until=full": ["pack.budget"],
+    "eval.temperature": ["eval.n: at 0 answers are greedy, and all the same"],
+    "loss.kl": ["loss.kl_corrected: at 0 there is no KL to correct"],
+    "reward.accuracy": [
+        "loss.likelihood: at 0 nothing tells what is correct",
+        "rollout.differ_in: at 0 nothing tells what is correct",
+    ],
+    "reward.custom_file": [
+        "reward.custom_seconds",
+        "reward.custom_gib",
+        "reward.custom_ended",
+        "reward.custom_workers",
+    ],
+}
+SKIPPED = ("with loss.denominator=all a mean over all tokens needs the lengths of completions that a skipped "
+           "prompt never got")
+# A choice -> other settings, each with the values that it may have then, and why.
+REQUIRES = {
+    "rollout.engine=vllm": ["model.dtype=auto, float32 or bfloat16: vLLM does not compute in float64"],
+    "model.compile=true": [
+        "model.checkpoint_blocks=auto, none or all: by itself it recomputes what is cheap",
+    ],
+    "model.products": ["model.dtype=auto or float32: it rounds what is multiplied in float32"],
+    "model.products without loss.tis_cap": [
+        "rollout.engine=auto or torch: vLLM does not round like this; loss.tis_cap corrects for it",
+    ],
+    "rollout.group_size=1": [
+        "prune.completions.kind=none: there is nothing to compare a completion with",
+        "prune.prompts.kind=none: one completion has no |advantage| to remember a prompt by",
+        "rollout.until=offered or full: the rewards of one completion never differ",
+    ],
+    "advantage.kind=decoupled": [
+        "rollout.until=offered: its scale is computed over one round",
+        "prune.prompts.kind=none: its scale would come from the prompts rolled out only",
+    ],
+    "advantage.kind=shrinkage": [
+        "rollout.until=offered: flat groups have advantages, so none may be replaced",
+        "prune.prompts.kind=none: its baseline would come from the prompts rolled out only",
+    ],
+    "loss.trust.kind=clip_sequence": ["prune.tokens.kind=none: its ratio is over all tokens"],
+    "prune.completions.compare=kept": [
+        "advantage.kind=group_norm, centred or leave_one_out: only these compare a group with itself",
+    ],
+    "update.redraw=true without prune.tokens.kind=prefix": [
+        "prune.completions.kind=bernoulli or pps: without chance every draw is the same",
+    ],
+    "rollout.until=full": ["prune.tokens.kind=none: pack.budget counts whole completions"],
+    "prune.completions.kind=bernoulli or pps": [
+        "loss.denominator=all: its weights restore the full batch, not a mean over the kept",
+    ],
+    "prune.prompts.kind=bernoulli or pps": [
+        "loss.denominator=all: its weights restore the full batch, not a mean over the kept",
+        "rollout.until=offered or full: a prompt that is replaced must not be weighed for too",
+    ],
+    ("prune.prompts.kind=bernoulli, pps or rank without loss.denominator=kept "
+     "without rollout.until=informative"): [
+        f"loss.normalize=sequence, constant or sum: {SKIPPED}",
+        f"loss.likelihood=0.0: {SKIPPED}",
+        f"loss.entropy=0.0: {SKIPPED}",
+        "prune.truncated=false: nobody knows how many answers of a skipped prompt would be cut",
+    ],
+    "loss.trust.kind=none without loss.old_logp=recompute": [
+        "loss.tis_cap=null: with loss.old_logp=engine there is no ratio to cap",
+    ],
+    "loss.mask_ratio": [
+        "loss.old_logp=recompute: a ratio to the engine holds the correction already",
+        "prune.tokens.kind=none: its mean ratio is over all tokens",
+    ],
+}
 # As reward/<name>, beside the components.
 LOGGED_NAMES = {"mean", "std", "unparsed", "timed_out", "died", "disagree"}
 QUESTION_ONLY = re.compile(r"(([^{}]|\{\{|\}\})*\{question\})+([^{}]|\{\{|\}\})*")  # for str.format
