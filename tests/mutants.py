@@ -129,6 +129,10 @@ BUGS = {
         ("except SafetensorError as error:  # its own name", "except BlockingIOError as error:  #", "damaged"),
     ],
     "infra/tokenizer": [
+        ("if i in self.ends], default=to)", "if False], default=to)", "dialects"),
+        ("own = sample.ids[start:to], len(texts) % 2 == 0", "own = sample.ids[start:to], True", "environment"),
+        ("texts if to > start else texts[:-2]", "texts", "dialects"),
+        ("texts.append(opened + text)", "texts.append(text)", "environment"),
         ('!= aside.sub("", kept):', '== "":', "damaged"),
         ("if marker in text and len(self.rust.encode(marker, add_special_tokens=False)) != 1:", "if False:", "damaged"),
     ],
@@ -180,6 +184,13 @@ BUGS = {
         ("replies=((0, len(ids)),)", "replies=((1, len(ids)),)", "environment"),
         ("dist.max_over_ranks(len(going_on)) if self.lock_step else going_on", "going_on", "environment"),
         ("finished=False, cut=True", "cut=True", "environment"),
+    ],
+    "leaves/environment/calls": [
+        ('said, objects = THOUGHT.sub("", turn),', "said, objects = turn,", "environment"),
+        ("if not said.strip() and (TAGS.search(turn) or re.search(objects, turn)):", "if False:", "environment"),
+        ("values = [error]", "pass", "environment"),
+        ("values += value if isinstance(value, list) else [value]", "values += [value]", "environment"),
+        ("BETWEEN.match(body, place).end()", "place", "environment"),
     ],
     "leaves/environment/replies": [
         ("self.encode(anchor + text)[len(self.encode(anchor)):]", "self.encode(text)", "dialects"),
