@@ -23,11 +23,11 @@ def with_hint(error: ConfigError, root: Any, raw: Raw) -> ConfigError:
             words.append(next(iter(inner)))
             inner = inner[words[-1]]
         key, known = ".".join(words), [*settings_of(root)]
-        found = [TABLE[word] for word in reversed(words) if word in TABLE][:1]
-        found += [one for one in known if one.split(".")[-1] == words[-1]]
+        found = [TABLE[word] for word in reversed(words) if word in TABLE][:1] or [
+            one for one in known if one.split(".")[-1] == words[-1]]
         if key in known:
             said = f"'{key}' is nested in a file: {': {'.join(words)}: ...{'}' * key.count('.')}"
-        elif found:
+        elif found and key.rpartition(".")[0] not in known:
             said = f"unknown key '{key}'. Set {' or '.join(found)}."
     if word := re.match(r"\S+='(\w+)' must be one of (.+)", said):
         allowed = word[2].split(", ")

@@ -136,6 +136,7 @@ def locate(name: str | Path, folder: Path, shipped: tuple[Path, ...], whose: str
         if os.path.isfile(place / name):
             return place / name
     names = sorted(path.name for place in shipped for path in place.glob("*.yaml"))
+    names = [one for one in names if one.startswith(str(name))] or names
     advice = meant(Path(name).name, names) or f"There are: {', '.join(names)}."
     advice = f"A setting is changed by --set {name[:200]}." if "=" in name else advice
     raise ConfigError(f"config '{name[:200]}'{whose} not found, neither as given nor in {shipped[0]}. "

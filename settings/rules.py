@@ -151,8 +151,10 @@ def reward_rules(cfg: Any) -> Iterator[Rule]:
     yield "reward.accuracy", bool(reward.weights), "other than 0: no other component has a weight"
     yield ("reward.overlong_tokens", (reward.overlong_tokens is None) == (reward.overlong is None),
            "set with reward.overlong, and null without")
-    yield ("reward.custom_file", (reward.custom_file is None) == (not reward.functions),
-           "set with reward.custom, and null without")
+    yield ("reward.custom_file", reward.custom_file or not reward.functions,
+           f"the file that has {', '.join(reward.functions.values())}(), set with reward.custom")
+    yield ("reward.custom", reward.functions or not reward.custom_file,
+           f"1 or {{name: weight}} to call functions of reward.custom_file={reward.custom_file}")
     yield ("reward.overlong_tokens", reward.overlong_tokens is None or 1 <= reward.overlong_tokens <= most,
            f"in 1..{most} (rollout.max_new_tokens)")
     taken = {f.name for f in fields(reward)} | LOGGED_NAMES

@@ -92,14 +92,21 @@ def test_a_dotted_key_of_a_file_is_said_to_be_nested(good):
         assert error_of(good.parent / "dotted.yaml", []) == f"'{key}' is nested in a file: {nested}"
 
 
-@pytest.mark.parametrize(("words", "settings"), [
-    ("--steps 5", "--set steps=5"), ("--steps=5", "--set steps=5"), ("--set steps 5", "--set steps=5"),
-    ("--set a=1 b=2 c=3", "--set b=2 --set c=3"), ("--seed 1 optim.lr=1e-4", "--set seed=1 --set optim.lr=1e-4")])
-def test_words_of_a_command_line_that_set_something_are_said_to_need_set(words, settings, monkeypatch, capsys):
+CHANGED = "a setting is changed by --set"
+
+
+@pytest.mark.parametrize(("words", "hint"), [
+    ("--steps 5", f"{CHANGED} steps=5"), ("--steps=5", f"{CHANGED} steps=5"), ("--set steps 5", f"{CHANGED} steps=5"),
+    ("--set a=1 b=2 c=3", f"{CHANGED} b=2 --set c=3"), ("--set optim.lr = 1e-4", f"{CHANGED} optim.lr=1e-4"),
+    ("--seed 1 optim.lr=1e-4", f"{CHANGED} seed=1 --set optim.lr=1e-4"),
+    ("--set optim.lr 1e-4", f"{CHANGED} optim.lr=1e-4"),
+    ("--fit cppo_toy.yaml", "a config is named by --config cppo_toy.yaml"),
+    ("--set a={b: c}", "a setting with spaces needs quotes: --set 'a={b: c}'")])
+def test_words_that_a_command_line_has_no_place_for_are_put_in_theirs(words, hint, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["train.py", "--config", "grpo_toy.yaml", *words.split()])
     with pytest.raises(SystemExit):
         commands.of_train("")
-    assert capsys.readouterr().err.endswith(f"; a setting is changed by {settings}\n")
+    assert capsys.readouterr().err.endswith(f"; {hint}\n")
     assert error_of("steps=5", []).endswith("A setting is changed by --set steps=5.")
 
 
