@@ -31,6 +31,9 @@ def tokenizer(cfg: Any, plain: Tokenizer) -> Tokenizer:
     if file := open_environment(cfg.environment):
         plain.describe_tools(file.tools)
         plain.file = file.fitted(plain)
+        if file.tools and plain.file.format == "plain" and not cfg.data.system_prompt:
+            dist.say("environment.format=plain: the chat template has no place for tools, so no prompt "
+                     "describes them; data.system_prompt can")
         plain.own_files |= {"environment.file": file.source.text} | dict(file.source.helpers)
     return plain
 
@@ -122,11 +125,11 @@ def join(so_far: Dialogue | None, piece: Dialogue) -> Dialogue:
 
 
 def environment_metrics(rolled: Rolled, batch: Batch) -> Metrics:
-    """Compute means over completions that have ended; nothing if the environment was not called."""
+    """Compute means over completions that have ended; nothing if none has."""
     samples = [s for group in rolled.groups for s in group.samples if not s.pending]
-    if not any(s.calls or s.failures or s.cut for s in samples):
-        return {}
     count = len(samples)
+    if not samples:
+        return {}
     return {
         "environment/turns": 1 + sum(len(s.replies) for s in samples) / count,
         "environment/calls": sum(s.calls for s in samples) / count,

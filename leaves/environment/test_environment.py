@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from infra.user_files import read_file
 from leaves.environment.calls import WANTED
 from leaves.environment.file import EnvironmentFile, open_environment
 from leaves.environment.join import EnvironmentEngine, join
+from leaves.environment.join import tokenizer as hold_environment
 from leaves.environment.replies import Splicer
 from leaves.environment.settings import Environment
 from leaves.environment.worker import Reply, Turn, reply_to
@@ -295,14 +297,16 @@ def test_errors_of_tools_are_handed_back_as_text(name, arguments, content, tmp_p
     assert (reply.calls, reply.failures) == (1, content.startswith("error"))
 
 
-def test_a_template_with_a_place_for_tools_gets_them_and_names_the_format(tmp_path):
+def test_a_template_with_a_place_for_tools_gets_them_and_names_the_format(tmp_path, capsys):
     """Tools are described as transformers describes them, but for what they return."""
     file, tokenizer = opened(tmp_path, ADD), data.Tokenizer(TOY)
     expected = get_json_schema(functions_of(ADD.replace("b (int)", "b"))["add"])
     del expected["function"]["return"]
     assert file.tools[0] == expected
     assert file.tools[1]["function"]["parameters"]["properties"] == {"text": {"type": "string"}}
-    assert file.fitted(tokenizer).format == "plain"
+    cfg = SimpleNamespace(environment=file.settings, data=config.Data("x", None))
+    assert hold_environment(cfg, tokenizer).file.format == "plain"
+    assert "environment.format=plain: the chat template has no place for tools" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="environment.format=qwen: the chat template of .* has no place for tools"):
         replace(file, settings=replace(file.settings, format="qwen")).fitted(tokenizer)
     own = with_template(tmp_path, "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<tool_call>"
