@@ -26,6 +26,7 @@ class Preference(OfPairs):
 @kind
 class GroupPreference(OfPairs):
     """DGPO (arXiv:2510.08425) for language models: a group weighs less once the policy tells it apart."""
+    pairs = "all"                  # that are counted
     kind: Literal["group_preference"] = "group_preference"
     beta: Positive = 0.1           # how far the log-ratios count
 
