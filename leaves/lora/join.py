@@ -128,16 +128,12 @@ class Adapters(Weights):
 
     def policy(self, path: str, folder: Path, dtype: torch.dtype) -> Decoder:
         """Load a policy in at least float32 on its run's base: it is rounded after it has been merged."""
-        own, wide = self.cfg.model.lora, torch.promote_types(dtype, torch.float32)
+        own, trained_in = self.cfg.model.lora, getattr(torch, self.cfg.model.dtype)
         require_same_inputs(path, read_extra(path)["inputs"], Weights.identify(self, folder))
-        model = empty_model(folder, wide)
-        adapt(model, Lora(own.rank, own.alpha, own.targets), wide)
+        model = empty_model(folder, trained_in)
+        adapt(model, Lora(own.rank, own.alpha, own.targets), trained_in)
         load_weights(model.to_empty(device="cpu"), folder)
-        trained_in = getattr(torch, self.cfg.model.dtype)
-        with torch.no_grad():
-            for _, p in model.named_hf_tensors(merged=False):
-                p.copy_(p.to(trained_in))
-        return load_policy_into(path, model)
+        return load_policy_into(path, model.to(torch.promote_types(dtype, torch.float32)))
 
     def export(self, model: Decoder, source: Path, folder: Path, texts: dict[str, str]) -> None:
         """Write the weights with the adapters merged into them and, beside them, the adapters alone."""
