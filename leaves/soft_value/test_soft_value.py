@@ -41,7 +41,7 @@ def test_a_table_of_soft_values_is_built_once_and_goes_on_where_it_was_cut_off(t
     sampler = Sampler(script, TOKENIZER, cfg.rollout, cfg.reward, cfg.seed)
 
     def table(sampled: bool = False) -> dict[str, float]:
-        return join.estimate_table(sampler, prompts, cfg.advantage, tmp_path, sampled).values
+        return join.estimate_table(sampler, prompts, cfg.advantage, tmp_path, sampled)
 
     whole = table()
     assert ["".join(kinds) for kinds in script.rounds] == ["ei", "hi", "ie"]

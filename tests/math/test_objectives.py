@@ -290,8 +290,8 @@ def learner_on(folder, cfg: Config) -> Learner:
 def compare(parts: Parts, groups: list[Group], rewards: Rewards) -> Tensor:
     """Advantages as a run has them; V* is not estimated, but VALUES."""
     if parts.cfg.advantage.kind == "soft_value":
-        from leaves.soft_value.join import SoftValues
-        parts = replace(parts, advantage=SoftValues(VALUES).advantage)
+        from leaves.soft_value.join import subtract_values
+        parts = replace(parts, advantage=partial(subtract_values, VALUES))
     return parts.advantage(groups, rewards, parts.cfg.advantage)
 
 
