@@ -35,19 +35,18 @@ class Sampler:
     seed: int
     graded: bool = True  # by the verifier: every problem has an answer
 
-    def rollout(self, draws: list[PromptDraw], numbers: list[range] | None = None) -> list[Group]:
-        """Sample o_1 .. o_G ~ pi_old(. | q) for the draws that are kept, or other `numbers` of completions of
-        each; every rank gets all groups."""
+    def rollout(self, draws: list[PromptDraw], numbers: range | None = None) -> list[Group]:
+        """Sample o_1 .. o_G ~ pi_old(. | q) for the draws that are kept, or the completions of each that have
+        other `numbers`; every rank gets all groups."""
         kept = [draw for draw in draws if draw.kept]
-        numbers = numbers or [range(self.sampling.group_size)] * len(kept)
+        numbers = numbers or range(self.sampling.group_size)
         requests = []
-        for draw, own in zip(kept, numbers, strict=True):
-            for g in own:
+        for draw in kept:
+            for g in numbers:
                 seed = sample_seed(self.seed, draw.epoch, draw.prompt.id, g)
                 requests.append(Request(draw.prompt, seed, self.sampling.max_new_tokens))
         samples = iter(self.complete(requests))
-        return [Group(draw.prompt, tuple(islice(samples, len(own))))
-                for draw, own in zip(kept, numbers, strict=True)]
+        return [Group(draw.prompt, tuple(islice(samples, len(numbers)))) for draw in kept]
 
     def complete(self, requests: list[Request]) -> list[Sample]:
         """Sample the new tokens of each request. Each rank samples its `local_slice`, and gets all."""
