@@ -117,7 +117,8 @@ def group_runs(runs: list[LoggedRun]) -> Groups:
             raise ConfigError(f"of {folders} two have the same config and seed; give each run once")
     if len(groups) == 1:
         return {runs[0].folder.resolve().name: runs}
-    names = dict(zip([run.folder for run in runs], short_names([run.folder for run in runs]), strict=True))
+    folders = [run.folder for run in runs]
+    names = dict(zip(folders, short_names(folders), strict=True))
     labels = [label_of([names[run.folder] for run in group]) for group in groups.values()]
     if len({*labels} - {""}) < len(labels):
         labels = [names[group[0].folder] for group in groups.values()]
@@ -127,13 +128,6 @@ def group_runs(runs: list[LoggedRun]) -> Groups:
 def label_of(names: list[str]) -> str:
     """Return what names begin with, without the number of a seed: keep2_s0 and keep2_s1 are keep2."""
     return re.sub(r"[\W_]+((s|seed)\d*)?$", "", os.path.commonprefix(names))
-
-
-def differing_settings(groups: list[list[LoggedRun]]) -> list[str]:
-    """Name the settings that differ between groups of runs."""
-    every = [group[0].compared for group in groups]
-    keys = dict.fromkeys(key for settings in every for key in settings)
-    return [key for key in keys if len({repr(settings.get(key, ABSENT)) for settings in every}) > 1]
 
 
 def format_value(value: Any) -> str:

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from leaves.page.runs import ABSENT, COSTS, Groups, LoggedRun, differing_settings, format_value
+from leaves.page.runs import ABSENT, COSTS, Groups, LoggedRun, format_value
 from leaves.page.summary import phase_seconds, score_cell, scores_of
 from settings.loader import ConfigError
 from verify.paired import half_width
@@ -35,10 +35,11 @@ def make_tables(groups: Groups, level: float | None) -> dict[str, Table]:
     for score in scores:
         evaluated = keep_runs(finished, lambda run, score=score: len(run.series(score)[0]) > 0)
         tables[f"{score}, at the budget that every run reached"] = score_table(evaluated, score)
-        if level is not None and score.endswith("accuracy") == scores[0].endswith("accuracy"):
-            if score.endswith("accuracy") and not 0 < level <= 100:
+        percent = score.endswith("accuracy")
+        if level is not None and percent == scores[0].endswith("accuracy"):
+            if percent and not 0 < level <= 100:
                 raise ConfigError(f"--level {level:g} must be above 0 and at most 100, a percentage")
-            goal = level / 100 if score.endswith("accuracy") else level
+            goal = level / 100 if percent else level
             tables[f"{score}: cost until an evaluation at {format_score(goal, score)}"] = tabulate(
                 evaluated, {kind: partial(cost_until, score, kind, goal) for kind in COSTS})
     return tables | ({"Cost of a whole run": cost_table(finished)} if finished else {})
@@ -59,7 +60,10 @@ def tabulate(groups: Groups, columns: Columns, score: str = "") -> Table:
 
 def settings_table(groups: Groups) -> Table:
     """Tabulate the settings that differ between rows."""
-    keys, rows = differing_settings(list(groups.values())), []
+    every = [group[0].compared for group in groups.values()]
+    keys = dict.fromkeys(key for settings in every for key in settings)
+    keys = [key for key in keys if len({repr(settings.get(key, ABSENT)) for settings in every}) > 1]
+    rows = []
     for label, group in groups.items():
         own, seeds = group[0].settings, ", ".join(str(run.settings.get("seed", 0)) for run in group)
         rows.append([label, seeds, *(format_value(own.get(key, ABSENT)) for key in keys)])
