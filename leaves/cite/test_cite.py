@@ -46,10 +46,12 @@ def test_two_results_are_compared_problem_by_problem(tmp_path):
 
 
 def test_what_a_verifier_judges_anew_is_judged_by_rescore(tmp_path):
-    result = json.loads(Path(written(tmp_path / "few.json", "wrong", "wrong", "wrong")).read_text())
+    path = Path(written(tmp_path / "few.json", "wrong", "wrong", "wrong"))
+    result = json.loads(path.read_text())
     for problem in result["results"]["few"]["problems"]:
         problem["responses"][0] |= {"text": rf"\boxed{{{problem['gold']}}}"}
-    again = rescore.rescore(result)
+    path.write_text(json.dumps(result))
+    again = rescore.rescore_file(path, None, None)
     assert again["results"]["few"]["accuracy"] == 1 and again["head"]["sets"] == result["head"]["sets"]
 
 
