@@ -1,8 +1,8 @@
 """Call the user's own reward functions, from the file reward.custom_file, in workers that may be ended.
 
-The names of a function's parameters choose its arguments, any of ARGUMENTS. It returns a number in [-1, 1],
-or None for a completion that it cannot judge. Only numbers and texts travel back, so no exception and no
-result can end the trainer.
+The names of a function's parameters choose its arguments, any of those that `start_once` knows. It returns a
+number in [-1, 1], or None for a completion that it cannot judge. Only numbers and texts travel back, so no
+exception and no result can end the trainer.
 """
 
 import functools
@@ -22,14 +22,13 @@ class RewardFile(UserFile):
     """A file of reward functions."""
 
     functions: tuple[str, ...]
-    ended: float  # the value of a function if its call was ended
 
     @staticmethod
     def of(cfg: Reward) -> "RewardFile":
         limits = Limits("reward function", int(cfg.custom_gib * 2**30), cfg.custom_workers or WORKERS,
                         cfg.custom_seconds, ("reward.custom_seconds", "reward.custom_gib"))
         source, functions = read_file(cfg.custom_file, "reward.custom_file"), tuple(cfg.functions.values())
-        return RewardFile("reward.custom_file", source, limits, functions, cfg.custom_ended)
+        return RewardFile("reward.custom_file", source, limits, functions)
 
 
 @frozen
@@ -51,24 +50,30 @@ def start_call(own: RewardFile, problem: Problem | Prompt, turns: Sequence[str],
 
 @functools.lru_cache(maxsize=20_000)
 def start_once(own: RewardFile, judged: RewardCall) -> Call:
-    values = judged.turns[-1], judged.gold, judged.tokens, judged.row, judged.turns
-    return own.call(call_functions, own.functions, values)
+    known = {
+        "text": judged.turns[-1],  # what the policy has said last
+        "gold": judged.gold,
+        "tokens": judged.tokens,
+        "row": judged.row,
+        "turns": judged.turns,     # the policy's, by turns with those of an environment
+    }
+    return own.call(call_functions, own.functions, known)
 
 
 def read_values(own: RewardFile, cfg: Reward, call: Call, row_id: str, timed_out: bool) -> dict[str, float]:
     """Wait for a call: a value of each function, nan for None, and whether the call was ended.
 
-    All functions of a call that was ended have the value own.ended. Raises ConfigError for anything else that
-    goes wrong.
+    All functions of a call that was ended have the value reward.custom_ended. Raises ConfigError for anything
+    else that goes wrong.
     """
     reason = ""
     try:
         returned = own.checked(call.result(), f" (row {row_id})")
     except OverLimit as error:
         reason = str(error)
-        own.report_once(error, row_id, f"its value is {own.ended:g} (reward.custom_ended), as of all that "
-                        "end so (reward/timed_out, reward/died)")
-        returned = [own.ended] * len(own.functions)
+        own.report_once(error, row_id, f"its value is {cfg.custom_ended:g} (reward.custom_ended), as of all "
+                        "that end so (reward/timed_out, reward/died)")
+        returned = [cfg.custom_ended] * len(own.functions)
     values = {name: math.nan if value is None else value
               for name, value in zip(cfg.functions, returned, strict=True)}
     return values | {"timed_out": timed_out or reason == TIME, "died": reason not in ("", TIME)}

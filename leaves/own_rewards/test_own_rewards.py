@@ -49,15 +49,14 @@ def parts(cfg: Reward, *texts: str, gold: str = "42", tokens: int = 3) -> list[d
 def test_a_function_gets_what_its_parameters_ask_for(parameters, seen):
     scope: dict = {}
     exec(f"def reward({parameters}):\n    global seen\n    seen = {seen}\n    return 0.5", scope)
-    values = ("good", "42", 3, ROW, ("good",))
-    assert worker.call_one(scope, "reward", values) == 0.5
     known = {"text": "good", "gold": "42", "tokens": 3, "row": ROW, "turns": ("good",)}
+    assert worker.call_one(scope, "reward", known) == 0.5
     assert scope["seen"] == eval(seen, known | {"given": known, "other": 5})
 
 
 @pytest.mark.parametrize("value", [0, True, -1, None, np.float32(0.5), torch.tensor(0.25)])
 def test_what_counts_as_a_number(value):
-    assert worker.call_one({"reward": lambda text: value}, "reward", ("", "", 1, {}, ("",))) == value
+    assert worker.call_one({"reward": lambda text: value}, "reward", {"text": ""}) == value
 
 
 def test_functions_of_one_file_are_components_with_weights_and_none_adds_nothing(tmp_path):
