@@ -170,7 +170,7 @@ BUGS = {
         ("return places[places >= first]", "return places", "window"),
         ("draw.age >= self.settings.max_age", "draw.age > self.settings.max_age", "flight"),
         ("sampling.prompts_per_step - skipped", "sampling.prompts_per_step", "flight"),
-        ("replace(piece, **{before: piece.length}, pending=False)", "replace(piece, pending=False)", "flight"),
+        ("replace(piece, fresh_from=piece.length, ", "replace(piece, ", "flight"),
         ("draw.age + 1 + i // N", "draw.age + i // N", "flight"),
     ],
     "leaves/environment/join": [

@@ -337,7 +337,7 @@ def test_a_history_survives_a_checkpoint():
     history.draw(4)
     history.explore = (0.3, 0.4)
     sampler = Sampler(None, None, config.Rollout(4, 2, 8), None, 0)
-    pool, other_pool = (Pool(history_of(AllPrompts()), sampler, Windows(2, 2, 2), Sample) for _ in range(2))
+    pool, other_pool = (Pool(history_of(AllPrompts()), sampler, Windows(2, 2, 2)) for _ in range(2))
     pool.draw(1)
     so_far = Piece(Sample((5, 6), (-0.1, -1 / 3), False)), Piece(Sample((5,), (-0.5,), True))
     pool.begun = [Turn(PROMPTS[1], 3, 0.5, 2.0, number=1, copy=2, age=1, so_far=so_far)]

@@ -83,7 +83,7 @@ def test_counts_leave_replies_out():
     assert sample.turns == [(0, 2), (2, 5), (5, 6), (6, 7), (7, 9)]
     begun = Piece(sample, start=3)  # in the midst of a reply
     assert (begun.own, begun.trained, begun.scored.tolist()) == (5, 3, [5, 7, 8])
-    assert Piece(sample, old=6).fresh == 2
+    assert Piece(sample, fresh_from=6).fresh == 2
     for count, (length, replies) in enumerate([(1, 0), (2, 0), (6, 1), (8, 2), (9, 2)], start=1):
         first = sample.first(count)
         assert (first.own, first.length, len(first.replies), len(first.logp)) == (count, length, replies, length)

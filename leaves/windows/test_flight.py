@@ -64,7 +64,7 @@ def one_step(pool: Pool, cfg: config.Config) -> tuple[Rolled, list[tuple[int, in
     rolled = one_round(pool, cfg.rollout.prompts_per_step)
     batch = choose(rolled, Selection.of(cfg), 0)
     assert batch.places == list(range(len(batch.groups))) and batch.offered == len(batch.groups)
-    return rolled, [(group.samples[0].length, draw.age, group.samples[0].old)
+    return rolled, [(group.samples[0].length, draw.age, group.samples[0].fresh_from)
                     for draw, group in zip(batch.draws, batch.groups, strict=True)]
 
 
@@ -185,7 +185,7 @@ def test_each_token_is_trained_on_with_the_log_prob_of_the_policy_that_drew_it(w
     train.train(cfg)
     step = max(step for step, batch in enumerate(watched["batch"]) if len({draw.age for draw in batch.draws}) > 1)
     batch, versions = watched["batch"][step], []
-    assert any(s.old for group in batch.groups for s in group.samples)
+    assert any(s.fresh_from for group in batch.groups for s in group.samples)
     for kept in watched["policy"][:step + 1]:
         versions.append(load(TOY, torch.float64).requires_grad_(False))
         versions[-1].load_state_dict(kept, strict=False)
@@ -195,7 +195,7 @@ def test_each_token_is_trained_on_with_the_log_prob_of_the_policy_that_drew_it(w
             by_version = torch.stack([logp_alone(version, group, sample) for version in versions])
             drawn = by_version.gather(0, steps[None])[0]
             torch.testing.assert_close(torch.tensor(list(sample.logp), dtype=torch.float64), drawn, rtol=0, atol=1e-9)
-            assert sample.old == int((steps < step).sum())
+            assert sample.fresh_from == int((steps < step).sum())
     trained = [batch.groups[n].samples[g].length for n, g in batch.trained_NG.nonzero().tolist()]
     assert steps_of(tmp_path / "run")[step]["train/tokens"] == sum(trained)
 

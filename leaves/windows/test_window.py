@@ -40,7 +40,7 @@ def test_every_token_is_trained_once_by_the_policy_and_by_the_critic_when_the_co
             assert row.target_C.tolist() == [i for s in samples for i in s.ids[s.start:]]
             last_S = row.segments.start_2S[0, 1:] - 1
             assert row.predict_C.tolist() == [t for s, last in zip(samples, last_S.tolist(), strict=True)
-                                              for t in range(last - s.fresh, last)]  # each has a prompt of its own
+                                              for t in range(last - s.trained, last)]  # each has a prompt of its own
             for (n, _), s in zip(plan.members, samples, strict=True):
                 seen.setdefault(minibatch.groups[n].prompt.id, []).append((s.start, s.length, s.pending))
             return row
@@ -87,7 +87,7 @@ def test_the_engine_reads_what_was_begun_with_the_weights_it_has_now(tmp_path):
 
 def pool_of(cfg: config.Config, prompts: list[Prompt], engine=None) -> Pool:
     sampler = Sampler(engine, data.Tokenizer(TOY), cfg.rollout, cfg.reward, cfg.seed)
-    return Pool(PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5), sampler, cfg.windows, Sample)
+    return Pool(PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5), sampler, cfg.windows)
 
 
 def one_round(pool: Pool, count: int) -> Rolled:
