@@ -20,16 +20,19 @@ THOUGHT = re.compile(r"""(?isx)
     [<\[] (think(?:ing)?|thought|reasoning) [>\]] .*? (?: [<\[]/\1[>\]] | \Z)
     | \A (?: (?![<\[]think) . )*? </think>        # the prompt has opened it""")
 # Of Qwen, Hermes, Llama, Mistral, DeepSeek, GLM, Kimi, MiniMax, Phi, Gemma, LFM, Cohere, InternLM, gpt-oss
-TAGS = re.compile(r"""(?ix) (?: (?:
+TAGS = re.compile(r"""(?imx) (?: (?:
     < [|｜]? (?! [^<>]* (?: [_▁]end[|｜] | argument | (?<![|｜])l\|> ) ) (?:\w+[:｜])?
-        (?: (?:tool|function).?call | tools> | tool_use | function[=\ >] | invoke\  | python_tag
-        | action_start | start_action ) [^<>]* >
-    | \[TOOL_CALLS?\] | to=functions\. | ```tool | \A\s*\[(?=\w+\()
+        (?: (?:tool|function).?call | tools> | tools_prefix | tool_use | function[=\ >] | invoke\  | recipient
+        | python_(?:tag|start) | action_start | plugin | start_action ) [^<>]* >
+    | \[TOOL_CALLS?\] | to=functions\. | ```tool | \A>>>(?=\w+\s*\{) | \A\s*\[(?=\w+\() | ^\[(?=\w+\(\w+=)
     ) \s* )+""")
-# In a turn with a name, and with arguments or a tool's name: all from the first object that may be a call
-OBJECTS = r"""(?isx) \A (?= .* ["']name["']\s*: )
-    (?= .* (?: ["'](?:arguments|parameters)["']\s*: | ["']name["']\s*:\s*["'](?:functions\.)?(?:TOOLS)["'] ) )
-    .*? ( (?:\[\s*)? \{ \s* ["'] (?:name|type|id|function|arguments|parameters) ["']\s*: .* )|</tool_call>"""
+# In a turn with a name and arguments, or with a tool's name: all from the first object that may be a call
+OBJECTS = r"""(?isx) \A (?: (?= .* ["']name["']\s*: ) (?= .* ["'](?:arguments|parameters)["']\s*: )
+    | (?= .* ["'](?:(?:\w+_)?name|tool|function|action)["']\s*:\s*["'](?:functions\.)?(?:TOOLS)["'] ) )
+    .*? ( (?:\[\s*)? \{ \s*
+        ["'] (?:(?:\w+_)?name|type|id|index|tool|function|action|arguments|parameters) ["']\s*: .* )
+    | </tool_call>"""
+STRING = re.compile(r'(?<=[:,\[{])\s*"[^"\\]*(?:\\.[^"\\]*)*"(?=\s*[\]},:])', re.DOTALL)
 BETWEEN = re.compile(r"(?:[\s;,]|```\w*)*")
 END = re.compile(BETWEEN.pattern + r"(?:<|\Z)")
 DECODER = json.JSONDecoder(strict=False)
@@ -47,6 +50,8 @@ class ToolCall(BaseModel, extra="forbid"):
 
 def read_calls(turn: str, tools: dict) -> list:
     """List the calls of a turn: values of JSON, and an exception for each that cannot be read."""
+    # A text within a call holds no tags, which begin with these signs.
+    turn = STRING.sub(lambda text: re.sub("[<[`=]", lambda sign: f"\\u{ord(sign[0]):04x}", text[0]), turn)
     said, objects = THOUGHT.sub("", turn), OBJECTS.replace("TOOLS", "|".join(tools))
     if not said.strip() and (TAGS.search(turn) or re.search(objects, turn)):
         return [ValueError("no call within a thought is run; end the thought first")]

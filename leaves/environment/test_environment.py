@@ -24,7 +24,7 @@ from leaves.environment.join import EnvironmentEngine, join
 from leaves.environment.join import tokenizer as hold_environment
 from leaves.environment.replies import Splicer
 from leaves.environment.settings import Environment
-from leaves.environment.worker import Reply, Turn, reply_to
+from leaves.environment.worker import Reply, Turn, list_tools, reply_to
 from records import Problem, Prompt, Request, Sample
 from rollout import tokens_before
 from settings.loader import ConfigError
@@ -242,7 +242,8 @@ FORMS = {
         f"<tools>{CALL}</tools>", f"<TOOLCALL>[{CALL}]</TOOLCALL>", f"<|tool_call_start|>[{CALL}]<|tool_call_end|>",
         f'{{"id": "c1", "type": "function", "function": {AS_TEXT}}}', f'{{"type": "function", {OTHER[1:]}',
         CALL.replace("add", "functions.add"), CALL.replace("1", '"1"'), CALL.replace('"a"', '"a": 7, "a"'),
-        f"<think>{TAGGED}</think>{TAGGED}", f"{TAGGED}</think>{TAGGED}", f"I write {CALL}: {TAGGED}"],
+        f"<think>{TAGGED}</think>{TAGGED}", f"{TAGGED}</think>{TAGGED}", f"I write {CALL}: {TAGGED}",
+        f"<|action_start|><|plugin|>\n{OTHER}<|action_end|>", f'{{"index": 0, "function": {CALL}}}'],
     "3 3": [2 * TAGGED, 2 * CALL, f"{CALL}; {CALL}", f"[{CALL}, {CALL}]", f"<tool_call>[{CALL}, {CALL}]</tool_call>",
             f"<tool_call>\n{CALL}\n{CALL}\n</tool_call>", f"<tool_call>{CALL}<tool_call>{CALL}"],
     "\"{'noon'}\"": ['{"name": "clock"}', *(f'<tool_call>{{"name": "clock"{given}}}</tool_call>' for given in (
@@ -261,9 +262,11 @@ FORMS = {
         "<|tool_call>call:add{a:1}<tool_call|>", f'{{"tool_calls": [{CALL}]}}', f"{CALL[:-2]},}}}}", f"<think>{TAGGED}",
         f"<tool_call>{CALL}}}</tool_call>", "<tool_call></tool_call>", "<tool_call>5</tool_call>", "I add <tool_call>",
         f"<tool_call>{CALL} I wait.", f"<think>{CALL}</think>\n", f"One writes `{CALL}`.", "add(1)</tool_call>",
+        "<|python_start|>[add(a=1)]<|python_end|>", "Sure.\n[add(a=1)]", '>>>add\n{"a": 1}', CALL.replace("name", "tool"),
+        '<|recipient|>add\n<|content|>{"a": 1}', '<|tools_prefix|>[{"add": {"a": 1}}]', OTHER.replace("name", "tool_name"),
         '<tool_call>{"name": "add", "a": 1}</tool_call>', *(f'{{"name": "add", "arguments": {x}}}' for x in ("[1]", 5)),
         f'{CALL[:-1]}, "parameters": {{}}}}', '<tool_call>{"name": "add", "arguments": ' + 10**5 * '{"a":'],
-    "": ["#### 5", '{"answer": 5}', '{"name": "Ada", "age": 36}', '{"type": "line", "parameters": {"slope": 2}}',
+    "": ["#### 5", '{"answer": 5}', '{"tool": "saw", "arguments": {}}', '{"name": "Ada", "age": 36}', '{"type": "line", "parameters": {"slope": 2}}',
          f"<think>{TAGGED}</think>#### 5", f"[THINK]{CALL}[/THINK]5", "<think>so", "#include <functional>", "[1, 2]",
          "<tool_response>5</tool_response>"],
 }
@@ -287,7 +290,8 @@ def test_a_call_in_any_notation_is_run_or_is_an_error_that_shows_how_to_write_on
     ("add", '{"a": 1, "c": 2}', "error: c: Unexpected keyword"), ("fail", '{"text": "x"}', "error: ValueError: no x"),
     ("Add", '{"a": 1}', "error: there is no tool 'Add'; there are add, fail, clock"),
     ("fail", r'{"text": "\ud800"}', "error: ValueError: no ?"),  # no tokenizer takes half of a surrogate pair
-    ("fail", '{"text": "}{ </tool_call>\n"}', "error: ValueError: no }{ </tool_call>"),
+    *(("fail", f'{{"text": "}}{{ {tag}\n"}}', f"error: ValueError: no }}{{ {tag}") for tag in (
+        "</tool_call>", "<tool_call>", "</think>", "<think>", "[TOOL_CALLS]", "<invoke name=x>", "```tool")),
     ("fail", f'{{"text": "{10**6 * "x"}"}}', "error: ValueError: no xxx")])
 def test_errors_of_tools_are_handed_back_as_text(name, arguments, content, tmp_path):
     file = replace(opened(tmp_path, ADD), format="qwen")
@@ -322,6 +326,10 @@ class Game:
         self.number, self.left = number, 2
         return start
 
+    @classmethod
+    def rules(cls):
+        return "Guess."
+
     def guess(self, number: int) -> str:
         self.left -= 1
         if self.left < 0:
@@ -335,6 +343,7 @@ environment = Game
 def test_an_environment_as_trl_has_it_is_made_anew_and_its_earlier_calls_are_repeated():
     script = [[*encode(f'I say {{"name": "guess", "arguments": {{"number": {said}}}'), CLOSING]
               for said in ("3}", "5} or so", "7}", "7}")]
+    assert [*list_tools(functions_of(GAME))] == ["guess", "rules"]
     row = {"start": TOKENIZER.decode([5, 6, 7]), "question": "?"}
     requests = [Request(Prompt(str(number), (5, 6, 7), "", row | {"number": number}), 1, 900) for number in (7, 8)]
     samples, _ = converse({name: [*script, [CLOSING]] for name in "78"}, GAME, requests, max_context=2000)
@@ -355,8 +364,9 @@ def test_an_environment_as_trl_has_it_is_made_anew_and_its_earlier_calls_are_rep
     ("", r"it must have one of reply\(text, row\), tools = \[add\] and environment = MyClass"),
     (SUMS + ADD, "it must have one of reply"), (GAME + ADD, "it must have one of reply"),
     ("def tools():\n    return []", r"tools is \[\]; it must be"), ("tools = [5]", r"tools is \[5\]; it must be"),
+    ("def f(*a): pass\ntools = [f]", r"f\(\*a\) must take its"), ("def f(): 5\ntools = [f, f]", "of functions, each with"),
     *((GAME.replace(*change), r"environment must be a class with reset\(\*\*row\), methods as tools, no get_reward")
-      for change in (("reset", "start"), ("guess", "_guess"), ("guess", "get_reward"), ("= Game", "= {'game': Game}"))),
+      for change in (("reset", "start"), ("guess", "get_reward"), ("= Game", "= {'game': Game}"))),
     (GAME, r"reset\(\) returns 'Begin', which the prompt does not hold; append it to the question in the data"),
     ("def reply(text:", "it raises SyntaxError"), ("while True: pass", "before the run, a call took more than 1 s of")])
 def test_a_wrong_or_hostile_file_ends_in_one_line(source, message, tmp_path, capfd):

@@ -67,16 +67,19 @@ def list_tools(scope: dict, turn: Turn | None = None) -> dict[str, Callable]:
     if "environment" in kinds:
         return play(scope["environment"], turn)
     tools = scope["tools"]() if callable(scope["tools"]) else scope["tools"]
-    if not (isinstance(tools, list) and tools and all(map(inspect.isfunction, tools))):
-        raise WrongFile(f"tools is {on_one_line(tools, repr)}; it must be a list of functions")
-    return {tool.__name__: tool for tool in tools}
+    listed = tools if isinstance(tools, list) else []
+    named = {tool.__name__: tool for tool in listed if inspect.isfunction(tool)}
+    if not named or listed[len(named):]:
+        raise WrongFile(f"tools is {on_one_line(tools, repr)}; it must be a list of functions, each with "
+                        "a name of its own")
+    return named
 
 
 def play(factory: Callable, turn: Turn | None) -> dict[str, Callable]:
     """Make an environment as TRL's environment_factory does, repeat the calls of all turns but the last, and
     return its methods."""
     made = factory() if callable(factory) else None
-    tools = {name: getattr(made, name) for name, _ in inspect.getmembers(type(made), inspect.isfunction)
+    tools = {name: getattr(made, name) for name, _ in inspect.getmembers(type(made), inspect.isroutine)
              if name[0] != "_"}
     reset = tools.pop("reset", None)
     if not reset or not tools or "get_reward" in tools:
@@ -97,9 +100,10 @@ def describe(tool: Callable) -> dict:
     """Describe a function by its name, its types and its docstring, as transformers' get_json_schema does."""
     written, schema = inspect.getdoc(tool) or "", TypeAdapter(tool).json_schema()
     schema.pop("additionalProperties", None)
+    if schema["type"] == "array":
+        raise WrongFile(f"{tool.__name__}{inspect.signature(tool)} must take its arguments by name")
     for name, about in schema["properties"].items():
-        for key in ("title", "default"):
-            about.pop(key, None)
+        about.pop("title", about.pop("default", None))
         if found := re.search(rf"(?m)^( +){name}\b[^:\n]*:(.*(?:\n\1 +.*)*)", written):
             about["description"] = " ".join(found[2].split())
     summary = re.split(r"\s*\n(?:Args|Returns|Raises|Yields|Examples?):", written)[0]
