@@ -9,7 +9,6 @@ answers apart into members; number.py compares numbers, and a function of the ca
 import itertools
 import re
 from collections.abc import Callable
-from string import ascii_letters
 
 from verify.number import LONGEST, THOUSANDS, number, same_numbers
 from verify.spelling import normalise, read_unit, without_unit
@@ -121,8 +120,7 @@ def list_members(x: str) -> list[str]:
     x = re.sub(r"^[^={},;∧∨]*=\s*(?=\\\{|\{[^{}]*,)(?!.*=)", "", x.strip().replace("\\cup", "∪"))
     while x[:1] == "{" and closes_at_end(x):
         x = x[1:-1].strip()
-    if x[:1] == x[-1:] == '"' and x.count('"') == 2:
-        x = x[1:-1]
+    x = re.sub('^"([^"]*)"$', r"\1", x)
     if x.startswith("\\{") and closes_at_end(x[1:]):
         x = x[2:-2]
     elif THOUSANDS.fullmatch(x):
@@ -225,7 +223,7 @@ def take_apart(x: str, other: str = "") -> tuple[str, list[str]]:
     if x[:1] in ("(", "[") and len(members := split_top_level(x[1:-1], ",;")) > 1 and closes_at_end(x):
         return x[0] + x[-1], members
     if based := BASED.fullmatch(x):
-        return ("", [based[1]]) if based[2] == "10" else (f"base {based[2]}", [based[1]])
+        return "" if based[2] == "10" else f"base {based[2]}", [based[1]]
     if len(members := split_top_level(x, ":")) > 1:
         return ":", members
     return "", [x]
@@ -247,7 +245,7 @@ def strip_spaces(x: str) -> str:
 
 
 def same_answers(gold: str, answer: str, compare: Compare, labelled: bool = True) -> bool:
-    """Compare two normalised answers. `labelled`: the second may be a choice with its letter, (B) 42."""
+    """Compare two normalised answers. `labelled`: one may be a choice with its letter, (B) 42."""
     gold, answer = intersect_conditions(gold), intersect_conditions(answer)
     gold_items, answer_items = list_members(gold), list_members(answer)
     if len(gold_items) == len(answer_items) == 1:
@@ -272,9 +270,10 @@ def same_answers(gold: str, answer: str, compare: Compare, labelled: bool = True
         if not (SET_SIGNS.search(gold) and SET_SIGNS.search(answer)):
             return False
         return compare(strip_wrapping(gold)[0], strip_wrapping(answer)[0])
-    if labelled and (choice := CHOICE.fullmatch(answer_items[0])):
-        letter, value = choice.groups()
-        return same_answers(gold, letter if re.fullmatch(r"[A-Z]", gold) else value, compare, labelled=False)
+    for one, other in ((gold, answer_items[0]), (answer, gold_items[0])) if labelled else ():
+        if choice := CHOICE.fullmatch(other):
+            letter, value = choice.groups()
+            return same_answers(one, letter if re.fullmatch("[A-Z]", one) else value, compare, labelled=False)
     if RELATION.search(gold) or RELATION.search(answer):
         return same_relations(gold, answer, compare)
     return same_values(gold, answer, compare)
@@ -290,9 +289,7 @@ def units_differ(gold_unit: str, answer_unit: str) -> bool:
 
 def same_in_order(gold: list[str], answer: list[str], compare: Compare) -> bool:
     """Compare two lists member by member."""
-    if len(gold) != len(answer):
-        return False
-    return all(same_answers(a, b, compare) for a, b in zip(gold, answer, strict=True))
+    return len(gold) == len(answer) and all(map(same_answers, gold, answer, [compare] * len(gold)))
 
 
 def same_lists(gold: list[str], answer: list[str], compare: Compare) -> bool:
@@ -306,9 +303,8 @@ def same_lists(gold: list[str], answer: list[str], compare: Compare) -> bool:
         return set(map(strip_spaces, gold)) == set(map(strip_spaces, answer))
     if any("ldots" in item for item in gold):
         return same_in_order(gold, answer, compare)
-    if not all(any(same_answers(a, b, compare) for b in answer) for a in gold):
-        return False
-    return all(any(same_answers(a, b, compare) for a in gold) for b in answer)
+    return (all(any(same_answers(a, b, compare) for b in answer) for a in gold)
+            and all(any(same_answers(a, b, compare) for a in gold) for b in answer))
 
 
 def list_tuple_members(side: list[str]) -> list[str]:
@@ -348,7 +344,7 @@ def same_name(gold: tuple[str, str], answer: tuple[str, str]) -> str | None:
 
 def find_letters(x: str) -> set[str]:
     """Return the letters of x that belong to no command."""
-    return set(re.sub(r"\\[a-zA-Z]+", "", x)) & set(ascii_letters)
+    return {*re.findall(r"\\[a-zA-Z]+|([a-zA-Z])", x)} - {""}
 
 
 def same_relations(gold: str, answer: str, compare: Compare) -> bool:
@@ -388,8 +384,9 @@ def same_values(gold: str, answer: str, compare: Compare) -> bool:
     """Compare two answers that are neither lists nor relations."""
     if (equal_numbers := same_numbers(gold, answer)) is not None:
         return equal_numbers
-    if read_words(gold) or read_words(answer) or len(gold) == len(answer) == 1:  # unequal letters
-        return read_words(gold) is not None and read_words(gold) == read_words(answer)
+    words = read_words(gold), read_words(answer)
+    if any(words) or len(gold) == len(answer) == 1:  # unequal letters
+        return words[0] is not None and words[0] == words[1]
     gold_kind, gold_members = take_apart(gold, answer)
     answer_kind, answer_members = take_apart(answer, gold)
     if gold_kind == answer_kind != "":

@@ -109,12 +109,12 @@ SURE = re.compile(rf"""(?x)<answer>|
 # And these are none: a denied one, and a sentence without a number behind "the answer is".
 NO_ANSWER = re.compile(r"[^\0]*\0never\s|[^\0#:\n]*\0(?:[^\s\0\d\\$]+\s+){3}[^\0\d\\$]+\0")
 YES_END = r"(?:(?<=\byes)|(?<=\bno)|(?<=\btrue)|(?<=\bfalse))(?:,| -| \()|"
-LINE_END = re.compile(rf"(?i:{YES_END}\n)|</answer>|(?<=[a-z]{{2}})!|"
+LINE_END = re.compile(rf"(?i:{YES_END}\n)|</(?:answer|think)>|(?<=[a-z]{{2}})!|"
                       r"[.!]\s+(?=(?:I|We|You|It|The|This|That|So|As|Because|Since|Thus|Hope)\b)")
 # Money: an opening dollar sign before a space, or a closing one after a space or before a digit.
 MATH = re.compile(r"(?:\$\$(.+?)\$\$|\$(?!\s)([^$\n]+?)(?<![\s\\])\$(?!\d)|\\+\[(.+?)\\+\]|\\+\((.+?)\\+\))"
                   r"[\s.*]*", re.DOTALL)
-SENTENCE_END = re.compile(YES_END + r"[.!?*\"]*(?:\.(?=\s|\Z)|\n|\Z|</answer>)|"
+SENTENCE_END = re.compile(YES_END + r"[.!?*\"]*(?:\.(?=\s|\Z)|\n|\Z|</(?:answer|think)>)|"
                           r"[;,]?\s(?:because|since|which|where|so|given|therefore|thus|hence|but|and not|"
                           r"- not|rather than|instead of|although|even though|(?:is|are) (?:the )?correct|"
                           r"(?:is|are) (?:the )?right)\b|[,;]\s+(?!and\b|or\b)(?=[a-z]{2})", re.IGNORECASE)
@@ -129,9 +129,8 @@ NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)")
 
 def last_tag(text: str) -> str | None:
     """Return the content of the last <answer>...</answer>."""
-    head, closed, _ = text.rpartition("</answer>")
-    _, opened, content = head.rpartition("<answer>")
-    return content.strip() if closed and opened else None
+    _, opened, content = text.rpartition("</answer>")[0].rpartition("<answer>")
+    return content.strip() if opened else None
 
 
 def last_number(text: str) -> str | None:
@@ -205,7 +204,7 @@ def read_phrase(tail: str) -> str:
             tail = tail[math.end() + gap.end():]
             math = MATH.match(tail) if re.search(r",|and|or", gap[0]) else None
         return ", ".join(formulas)
-    answer = VERB.sub("", tail[:SENTENCE_END.search(tail).start()]).strip(" *_`\"'")
+    answer = VERB.sub("", tail[:SENTENCE_END.search(tail).start()]).strip(" *_`\"':")
     return re.sub(r"(?<=\w)\s+\((?!\s*mod)[^()]*\)$", "", FILLER.sub("", answer))
 
 
