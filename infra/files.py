@@ -34,8 +34,8 @@ def read_rows(path: Path) -> Rows:
 
 
 def decode(content: bytes, path: Path) -> str:
-    """Read UTF-8, or the UTF-16 that a mark of the byte order announces. Raises ConfigError."""
-    wide = content.startswith((b"\xff\xfe", b"\xfe\xff"))
+    """Read UTF-8, or UTF-16, which has zeros among its bytes. Raises ConfigError."""
+    wide = b"\0" in content[:400]
     try:
         return content.decode("utf-16" if wide else "utf-8-sig")
     except UnicodeDecodeError as error:
@@ -48,7 +48,8 @@ def read_jsonl(path: Path, content: bytes) -> Rows:
     for number, line in enumerate(decode(content, path).split("\n"), start=1):
         if line.strip():
             place = f"{path}:{number}"
-            yield place, parse_json(line, place, "each line must be one object")
+            yield place, parse_json(line, place, "each line must be one object; what git-lfs left of a "
+                                              "file is fetched by git lfs pull")
 
 
 def read_parquet(path: Path, content: bytes) -> list:
@@ -58,7 +59,8 @@ def read_parquet(path: Path, content: bytes) -> list:
     try:
         return pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
     except pyarrow.ArrowInvalid as error:
-        raise ConfigError(f"{path} is not a parquet file: {error}") from None
+        raise ConfigError(f"{path} is not a parquet file ({error}); download or write it again; what git-lfs "
+                          "left of a file is fetched by git lfs pull") from None
 
 
 def read_json(path: Path, content: bytes) -> list:
@@ -74,14 +76,14 @@ def read_json(path: Path, content: bytes) -> list:
 def read_csv(path: Path, content: bytes) -> Rows:
     """Yield "file:line" and the row of each line below the head that is not blank; an empty cell is None.
 
-    A first line "sep=;" says what separates cells, or else it is what stands most often in the head: a comma,
-    a tab, a semicolon or a bar. Raises ConfigError.
+    A first line "sep=;" says what separates cells, or else it is what stands most often in the head, quotes
+    aside: a comma, a tab, a semicolon or a bar. Raises ConfigError.
     """
     csv.field_size_limit(1 << 40)
     text = decode(content, path)
     told = re.match(r"(?:sep=(.)\r?\n)?", text)
     text = text[told.end():]
-    separator = told[1] or max(",\t;|", key=text.partition("\n")[0].count)
+    separator = told[1] or max(",\t;|", key=re.sub('"[^"]*"', "", text).partition("\n")[0].count)
     lines = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=separator)
     try:
         names = [name.strip() for name in next(lines, [])]

@@ -27,6 +27,14 @@ def find_files(name: str, folder: str | None) -> list[Path]:
     if name and find_path(file).is_dir():
         file += "/**/*.*"
     paths = [path for path in matching(file, "data set") if path.is_file()]
+    listed = "\n".join(path.name for path in paths)
+    totals = re.findall(r"-of-(\d+)", listed)
+    lacking = any(totals.count(total) % int(total) for total in totals)
+    splits = {*re.findall(r"(?m)^(train|test|dev|eval|val(?:id(?:ation)?)?)(?![a-z])", listed)}
+    if paths[1:] and (lacking or len(splits) > 1):
+        raise ConfigError(f"data {name} holds {len(paths)} files, from {paths[0].name} to {paths[-1].name}, "
+                          "of several splits, or fewer than the number behind -of-; bring the others, or "
+                          "name those that are meant, by a pattern or separated by commas")
     if paths:
         return paths
     if name.count(":") == 2 and "/" in name:

@@ -8,14 +8,15 @@ from itertools import combinations
 LEAST = 8       # characters of a question that is looked for within another text
 SENTENCES = 30  # ... and the sentences there, the last ones
 ONE_FORM = str.maketrans("`´‘’‚‛′‐‑‒–—―−", "'" * 7 + "-" * 7)
-# Characters without a width, quotes, marks of bold text, commas but within numbers, and spaces and borders of
-# LaTeX. A pattern looks ahead for the characters that it begins with, which is faster.
+# Characters without a width, quotes, marks of bold text, commas but between numbers, and braces, sizes,
+# spaces and borders of LaTeX. A pattern looks ahead for the characters that it begins with, which is faster.
 UNMEANT = (
     r"[\u00ad\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufe00-\ufe0f\ufeff\"“”„«»~#]"
     r"|(?=['])(?:''(?!\()|'(?![\w('])|(?<![\w'])')|,(?:(?!\s*\d)|(?<!\d,))"
     r"|(?=\*)(?:\*\*(?!\w)|(?<!\w)\*\*)"
+    r"|[{}]|(?m:^>)|[dt](?<=\\.)(?=frac|binom)|q(?<=\\[lgn]eq)(?:slant)?\b|,(?<=\d,)(?=\d{3}(?!\d))"
     r"|(?=[\\$])(?:\\?\$|\\[,;:! ()\[\]]|\\(?:q?quad|left|right|displaystyle)\b)")
-ENDS = r"(?=[?。\n.:;!<])(?:[?。\n]|(?:[.:;]|(?<=[A-Za-z]{2})!)+(?=\s|$)|</?\w+>)"
+ENDS = r"(?=[?。\n.:;!<\[])(?:[?。\n]|(?:[.:;]|(?<=[A-Za-z]{2})!)+(?=\s|$)|<[/|｜]?\w+[|｜]?>|\[/?INST\])"
 
 
 @lru_cache(10_000)

@@ -86,6 +86,7 @@ def parquet() -> bytes:
     ("a.json", LINES), ("a.json.gz", gzip.compress(ARRAY.encode())), ("a.json", LINES.replace("\n", "\r\n") + "\r\n"),
     ("a.csv", table(",")), ("a.csv", table(";")), ("a.csv", table("\t", "\n")), ("a.csv", "sep=|\r\n" + table("|")),
     ("a.tsv", table("\t")), ("a.csv", table(";").encode("utf-8-sig")), ("a.csv", table("\t").encode("utf-16")),
+    ("a.csv", table(";").encode("utf-16-le")), ("a.jsonl", b"\xfe\xff" + LINES.encode("utf-16-be")),
     ("a.csv.gz", gzip.compress(table(",").encode())), ("a.csv", table(",", "\r")), ("a.parquet", parquet()),
 ], ids=lambda x: x if str(x).startswith("a.") else "")
 def test_a_file_of_any_kind_holds_the_same_problems(name, content, tmp_path):
@@ -104,6 +105,8 @@ def test_a_file_of_any_kind_holds_the_same_problems(name, content, tmp_path):
     ("a.json", b"[[1]]", ": row 0: a row must be an object"), ("a.json", b"3", ": row 0: a row must be an object"),
     ("a.csv", b"question,answer\nq,1,2\n", ":2: more cells than the 2 columns of line 1; a text with ',' needs double"),
     ("a.csv", b"sep=;\nquestion;answer\n\nq;1;2\n", ":4: more cells than the 2 columns"),
+    ("a.csv", b'"the, question";answer\n\n', " holds no problems"),
+    ("a.jsonl", b"version https://git-lfs.github.com\n", ":1: not valid JSON .*fetched by git lfs pull"),
     ("a.csv", b"question,question\nq,1\n", ":1: a column is named twice in question, question"),
     ("a.csv", b'question,answer\n"q,1\n', r":\d: not valid CSV"), ("a.csv", b"", " holds no problems"),
     ("a.csv", b"question,answer\nq\n", ":2: column 'answer' is empty"),
@@ -133,8 +136,12 @@ def test_several_files_are_one_set_whose_ids_differ_and_whose_rows_a_checkpoint_
         asked = [Prompt(p.id, (1,), p.answer, p.row) for p in problems]
         digests.add(checkpoint.inputs_of(TOY, asked, {})["data.train"])
     assert len(digests) == 4
+    for name in ("c/train-00000-of-00003", "c/train-00002-of-00003", "d/test-00000-of-00001"):
+        tmp_path.joinpath(name).parent.mkdir(exist_ok=True)
+        write(tmp_path / f"{name}.jsonl", {"question": "q", "answer": "1"})
     for names, message in (("a,b/mroe.csv", "mroe.csv not found .*Did you mean 'more.csv'"), ("a,", "'' is not known"),
-                           ("x*y", r"x\*y matches nothing \(looked for in "), ("a,b/_*", "with the ending ''")):
+                           ("x*y", r"x\*y matches nothing \(looked for in "), ("a,b/_*", "with the ending ''"),
+                           ("c", "c holds 2 files, .*fewer than"), ("[cd]/*", "holds 3 files, .*of several splits")):
         with pytest.raises(ConfigError, match=message):
             data.load_problems(names)
 
@@ -398,7 +405,7 @@ def test_marked_rows_are_left_out_of_training_alone(tmp_path, capsys):
     assert len(data.load_problems(path)) == 4
 
 
-ASKED = 'A train leaves at 9 and goes 1,240 km at $x^2 - 3$ km/h; "when" does it arrive?'
+ASKED = r'A train leaves at 9 and goes 1,240 km at $x^2 - 3$ km/h, $\frac12 \le x$; "when" does it arrive?'
 PLEASE = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -409,7 +416,9 @@ PLEASE = "Please reason step by step, and put your final answer within \\boxed{}
     ASKED.replace("?", "."), ASKED.replace(";", "; ;"), ASKED.replace("km at", "km, at"), ASKED.replace("$", r"\(", 1),
     ASKED.replace("- 3", r"\,-\;3\!"), ASKED.replace("-", "−"), ASKED.replace("x^2", "x²"), ASKED.replace("9", "９"),
     ASKED.replace("?", "？"), ASKED.replace("a", "a\u200b"), ASKED.replace(" ", "\u00a0"),
-    ASKED.replace("x^2 - 3", r"\left x^2 -3\right"), ASKED.replace("e", "ｅ")], ids=range(28))
+    ASKED.replace("x^2 - 3", r"\left x^2 -3\right"), ASKED.replace("e", "ｅ"), ASKED.replace("1,240", "1240"),
+    ASKED.replace("x^2", "x^{2}"), f"> {ASKED}", f"[INST] {ASKED} [/INST]", f"<｜User｜>{ASKED}<｜Assistant｜>",
+    ASKED.replace(r"\frac", r"\dfrac"), ASKED.replace(r"\le", r"\leqslant")], ids=range(35))
 def test_problems_that_are_evaluated_on_are_not_trained_on_however_they_are_dressed(dressed, capsys):
     """Whichever of the two is dressed, and whatever messages come before it."""
     other = Problem("o", f"{PLEASE} How many legs have 3 cats?", "12")
