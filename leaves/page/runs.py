@@ -126,8 +126,10 @@ def group_runs(runs: list[LoggedRun]) -> Groups:
 
 
 def label_of(names: list[str]) -> str:
-    """Return what names begin with, without the number of a seed: keep2_s0 and keep2_s1 are keep2."""
-    return re.sub(r"[\W_]+((s|seed)\d*)?$", "", os.path.commonprefix(names))
+    """Return what names begin with, without the number of a seed or its beginning: keep2_s0 and keep2_s1 are
+    keep2, k10 and k11 are k."""
+    begin = os.path.commonprefix(names)
+    return re.sub(r"[\W_]+((s|seed)\d*)?$", "", begin if begin in names else begin.rstrip("0123456789"))
 
 
 def format_value(value: Any) -> str:

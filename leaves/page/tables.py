@@ -125,9 +125,10 @@ def format_score(value: float, score: str) -> str:
 
 
 def mean_interval(value_R: np.ndarray, score: str = "") -> tuple[np.ndarray, ...]:
-    """Compute the mean over runs and, from LEAST_RUNS on, the ends of its interval, where possible."""
+    """Compute the mean over runs and, from LEAST_RUNS on, the ends of its interval, where possible: equal
+    scores say nothing of it."""
     middle = value_R.mean(axis=0)
-    if len(value_R) < LEAST_RUNS:
+    if len(value_R) < LEAST_RUNS or score and not np.ptp(value_R):
         return (middle,)
     half, bounds = half_width(value_R), (0, 1) if score.endswith("accuracy") else (-np.inf, np.inf)
     return middle, np.clip(middle - half, *bounds), np.clip(middle + half, *bounds)
