@@ -1,5 +1,6 @@
 """Say which setting was meant by a name or a word that is none. Imported once a config is refused."""
 
+import difflib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,13 +24,15 @@ def with_hint(error: ConfigError, root: Any, raw: Raw) -> ConfigError:
             words.append(next(iter(inner)))
             inner = inner[words[-1]]
         key, known = ".".join(words), [*settings_of(root)]
+        if said[-1] == ".":  # it names nothing that is near
+            words[-1:] = difflib.get_close_matches(words[-1], TABLE, 1, 0.8) or words[-1:]
         found = [TABLE[word] for word in reversed(words) if word in TABLE][:1] or [
             one for one in known if one.split(".")[-1] == words[-1]]
         if key in known:
             said = f"'{key}' is nested in a file: {': {'.join(words)}: ...{'}' * key.count('.')}"
         elif found and key.rpartition(".")[0] not in known:
             said = f"unknown key '{key}'. Set {' or '.join(found)}."
-    if word := re.match(r"\S+='(\w+)' must be one of (.+)", said):
+    if word := re.match(r"\S+='(\w+)' must be one of (.+)", said.lower()):
         allowed = word[2].split(", ")
         near = (meant(one, allowed) for one in re.findall(r"\w+", TABLE.get(word[1], word[1])))
         said = ". ".join([said, *filter(None, near)][:2])
