@@ -106,8 +106,8 @@ BUGS = {
     ],
     "infra/checkpoint": [
         ("if p.requires_grad} or named", "if p.requires_grad} or {}", "loop"),
-        ("tried = sorted(steps, key=lambda path: step_of(path.name) > last)",
-         "tried = [path for path in steps if step_of(path.name) <= last]", "lost"),
+        ("tried = sorted(steps, key=lambda path: step_of(path) > last)",
+         "tried = [path for path in steps if step_of(path) <= last]", "lost"),
         ('if steps and named not in ("", steps[0].name):', "if False:", "lost"),
         ('refuse(step, find_damage(step, "policy/"))', "pass", "lost"),
         ("if differing := list(differences(first, other)):", "if differing := False:", "one_run"),

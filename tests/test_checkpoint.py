@@ -125,9 +125,10 @@ def test_a_save_holds_the_weights_of_its_moment(role, tmp_path):
     checkpoints.reach(1, {})
     checkpoints.save()
     waited = []
-    checkpoints.copied.append(SimpleNamespace(result=lambda: waited.append(True)))
+    copied = SimpleNamespace(result=lambda: waited.append(True))
+    checkpoints.saves.append(SimpleNamespace(staging_completion=copied, upload_completion=copied))
     checkpoints.wait_for_copies()
-    assert waited
+    assert waited == [True]
     nudge(role[0], 1.0)
     learn(*role)
     checkpoints.wait()
@@ -231,7 +232,7 @@ def test_a_run_that_dies_while_it_publishes_goes_on_and_saves_again(target, role
     full = Mock(side_effect=OSError(28, "No space left on device"))
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "publish", full)
-        with pytest.raises(ConfigError, match="No space left.*there is none before it.*--resume auto"):
+        with pytest.raises(ConfigError, match="No space left.*make room; --resume auto begins it again"):
             saved(tmp_path / "first", role, 1)
     checkpoints = saved(tmp_path, role, 1, keep=1)
     monkeypatch.setattr(*target, full)
