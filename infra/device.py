@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import os
+import resource
 import shutil
 import sys
 import sysconfig
@@ -43,9 +44,8 @@ def find_device(wanted: str) -> torch.device:
         os.environ[allocator[0]] = "expandable_segments:True"
     devices, processes = torch.cuda.device_count(), local_processes()
     if wanted == "cuda" and devices < processes:
-        why = why_no_cuda() if devices == 0 else ""
-        raise ConfigError(f"device=cuda, but this machine shows {devices} CUDA devices to {processes} "
-                          f"processes{why and '; '}{why}; set device=cpu (or auto), or start fewer processes")
+        raise ConfigError(f"device=cuda: {why_no_cuda() or 'this machine shows no CUDA device'}; set "
+                          "device=cpu (or auto)")
     if devices < processes:
         return torch.device("cpu")
     try:
@@ -181,6 +181,14 @@ def engine_spec(cfg: Config, device: torch.device, tokenizer: Tokenizer, longest
         tokenizer.stops,
         quantization=cfg.rollout.quantization,
         rounds=rounds_products(cfg.model, device))
+
+
+def used_bytes(device: torch.device) -> float:
+    """Return the bytes that this rank has taken; torch gives nothing back, so this is a peak."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def fit_engine(wanted: str, spec: EngineSpec) -> tuple[str, EngineSpec]:

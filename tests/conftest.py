@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -293,9 +293,14 @@ def attention_by_mask(q, k, v, segments: Segments, window: int | None = None) ->
     return torch.einsum("hqk,khe->qhe", score_HTT.masked_fill(~seen_TT, float("-inf")).softmax(-1), v)
 
 
+def unshared(lengths: Sequence[int], device: torch.device | None = None) -> Segments:
+    """Segments that share nothing: each attends to itself."""
+    return Segments.of(lengths, lengths, torch.arange(sum(lengths), device=device))
+
+
 def attend_alone(layer: int, q, k, v, window=None) -> torch.Tensor:
     """Causal attention of one sequence that is all there is."""
-    return attention_by_mask(q, k, v, Segments.plain([len(q)]), window)
+    return attention_by_mask(q, k, v, unshared([len(q)]), window)
 
 
 def logp_alone(model: torch.nn.Module, group: Group, sample: Sample, temperature: float = 1.0) -> torch.Tensor:

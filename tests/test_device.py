@@ -197,7 +197,7 @@ def test_a_gpu_that_torch_cannot_use_is_named_with_the_reason(seen, monkeypatch)
     seen(0, driver=True, built=None)
     line, = said_on_cpu()
     assert line.startswith("device=cpu: there is a GPU, but torch ") and "is a build without CUDA" in line
-    with pytest.raises(ConfigError, match="shows 0 CUDA devices to 1 processes; there is a GPU, but .* is a build"):
+    with pytest.raises(ConfigError, match="device=cuda: there is a GPU, but .* is a build"):
         hardware.find_device("cuda")
     seen(0, driver=True, built="13.0")
     line, = said_on_cpu()
@@ -224,7 +224,7 @@ def test_a_gpu_that_torch_cannot_use_is_named_with_the_reason(seen, monkeypatch)
 @pytest.mark.parametrize(("device", "gib"), [(CPU, 3.0), (CUDA, 60.0)])
 def test_the_peak_is_that_of_the_fullest_rank(device, gib, monkeypatch):
     """Resident memory, which Linux counts in KiB; on a GPU the device's, since torch counts what sleeps as well."""
-    monkeypatch.setattr(metrics.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=2 * 2**20))
+    monkeypatch.setattr(hardware.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=2 * 2**20))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 127 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 * GIB, 80 * GIB))
     monkeypatch.setattr(dist, "max_over_ranks", lambda held: 1.5 * held)  # another rank's

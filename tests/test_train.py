@@ -15,7 +15,7 @@ from time import sleep
 import pytest
 import torch
 import transformers
-from conftest import PUBLISHED, ROOT, TOY, load, others_slow, steps_of, toy_config, weights, write_tiny
+from conftest import PUBLISHED, ROOT, TOY, load, others_slow, steps_of, toy_config, unshared, weights, write_tiny
 from test_invariance import change
 
 import config
@@ -25,7 +25,6 @@ from config import ConfigError
 from infra import dist, runfolder
 from learner import learning_rate
 from model import BACKENDS
-from records import Segments
 from update import split_prompts
 
 # Where short texts prove as much.
@@ -196,7 +195,7 @@ def test_an_exported_policy_is_the_policy_in_transformers(finished):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(place / "run" / "hf").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(place / "run" / "hf")
     ids = torch.tensor(tokenizer("<|im_start|>user\nHow many apples?<|im_end|>\n")["input_ids"])
-    attend = BACKENDS["sdpa"](Segments.plain([len(ids)]))
+    attend = BACKENDS["sdpa"](unshared([len(ids)]))
     with torch.no_grad():
         ours_C = policy(ids, torch.arange(len(ids)), attend, torch.arange(len(ids) - 1), ids[1:], 1.0)
         theirs_C = theirs(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
@@ -344,8 +343,8 @@ def test_a_full_disk_is_one_line_and_nothing_is_lost(tmp_path, monkeypatch):
     done = subprocess.run(resume, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
                           preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4_000_000, 4_000_000)))
     assert done.returncode == 2
-    assert re.search(r"error: .*step_000002.unfinished could not be written, with [\d,]+ MiB free there: .*; the "
-                     "checkpoint before it is whole: make room and go on with --resume", done.stderr), done.stderr
+    assert re.search(r"error: .*step_000002.unfinished could not be written, with [\d,]+ MiB free there: .*; make "
+                     "room; --resume auto goes on from the newest checkpoint, step_000001", done.stderr), done.stderr
     assert "Traceback" not in done.stderr
     resumed = weights(train.train(cfg, resume="always"))
     assert all(torch.equal(resumed[name], p) for name, p in whole.items())

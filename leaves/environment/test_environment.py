@@ -26,7 +26,6 @@ from leaves.environment.replies import Splicer
 from leaves.environment.settings import Environment
 from leaves.environment.worker import Reply, Turn, list_tools, reply_to
 from records import Problem, Prompt, Request, Sample
-from rollout import tokens_before
 from settings.loader import ConfigError
 
 REPLY = "def reply(text, row):\n    return "
@@ -114,7 +113,7 @@ def test_replies_follow_turns_as_context_and_own_tokens_are_as_sampled():
     assert (sample.calls, sample.failures, sample.finished, sample.cut) == (2, 0, True, False)
     # Each turn reads all that is before it, and has a seed of its own.
     asked = [request for requests in engine.asked for request in requests]
-    assert [list(tokens_before(request)) for request in asked] == [
+    assert [list(request.tokens_before) for request in asked] == [
         [5, 6, 7, *sum(parts[:2 * k], [])] for k in range(3)]
     assert len({request.seed for request in asked}) == 3 and asked[0].seed == 11
     assert [request.limit for request in asked] == [100 - sum(map(len, parts[:2 * k:2])) for k in range(3)]

@@ -17,7 +17,6 @@ from leaves.windows.join import Pool, age_metrics, parts
 from leaves.windows.test_window import one_round, pool_of
 from metrics import rollout_metrics
 from records import Prompt, Rolled, Sample
-from rollout import tokens_before
 from settings import leaves
 
 FLIGHT = ["steps=6", "data.eval=null", "optim.lr=1e-3", "windows.in_flight=2", "windows.max_age=2", "windows.tokens=8"]
@@ -38,7 +37,7 @@ class Scripted:
     def generate(self, requests, *rest, **named):
         samples = []
         for request in requests:
-            ids, limit = tokens_before(request), request.limit
+            ids, limit = request.tokens_before, request.limit
             length = self.left[ids[0]][0] - (len(ids) - 1)  # what is behind the prompt's one token was sampled before
             made = min(length, limit)
             if made == length:

@@ -19,7 +19,6 @@ from leaves.windows.join import Piece, Pool, Turn
 from metrics import rollout_metrics
 from policy import Weights
 from records import EngineSpec, Group, Prompt, Rolled, Sample
-from rollout import tokens_before
 
 ALONE = ["rollout.group_size=1", "rollout.prompts_per_step=8", "windows.tokens=10", "critic.pretrain_steps=0"]
 
@@ -132,7 +131,7 @@ def test_a_completion_that_reaches_its_limit_is_done_and_scored(tmp_path):
 
     class Endless:
         def generate(self, requests, *rest, **named):
-            self.asked = [(len(tokens_before(request)), request.limit) for request in requests]
+            self.asked = [(len(request.tokens_before), request.limit) for request in requests]
             self.seeds = [request.seed for request in requests]
             return [Sample((9,) * request.limit, (-0.5,) * request.limit, False) for request in requests]
 
