@@ -52,12 +52,10 @@ class Sampler:
         """Sample the new tokens of each request. Each rank samples its `local_slice`, and gets all."""
         shown = "rollout" if dist.rank() == 0 else None
         mine = self.engine.generate(dist.local_slice(requests), self.sampling.temperature, progress=shown)
-        by_rank = [[] for _ in range(dist.world_size())]
-        for first in range(0, int(dist.max_over_ranks(len(mine))), GATHER_BLOCK):
-            blocks = dist.gather([mine[first:first + GATHER_BLOCK]])
-            for arrived, block in zip(by_rank, blocks, strict=True):
-                arrived += block
-        return list(chain.from_iterable(by_rank))
+        rounds = [dist.gather([mine[first:first + GATHER_BLOCK]])
+                  for first in range(0, int(dist.max_over_ranks(len(mine))), GATHER_BLOCK)]
+        blocks = chain.from_iterable(zip(*rounds, strict=True))  # of rank 0 in order, then of rank 1, ...
+        return list(chain.from_iterable(blocks))
 
     def score(self, groups: list[Group]) -> Rewards:
         """Score the completions of whole groups. Each rank scores its `local_slice`; all get all rewards."""
@@ -276,5 +274,4 @@ def reward_midpoint(reward: Reward, differ_in: str) -> float:
     weights = {"accuracy": 1.0}
     if differ_in == "reward":
         weights = {name: weight for name, weight in reward.weights.items() if name not in LENGTH_COMPONENTS}
-    low, high = reward_range(weights)
-    return (low + high) / 2
+    return sum(reward_range(weights)) / 2

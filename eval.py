@@ -120,8 +120,8 @@ def answer_problems(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, sam
     they come.
     """
     stored = store.responses[held_out.name] if store else {}
-    requests = [(i, k) for i in range(len(held_out.prompts)) for k in range(sampling.n)]
-    missing = [(i, k) for i, k in requests if (held_out.problems[i].id, k) not in stored]
+    requests = [(prompt, k) for prompt in held_out.prompts for k in range(sampling.n)]
+    missing = [(prompt, k) for prompt, k in requests if (prompt.id, k) not in stored]
     chunk = store.chunk if store else len(requests)
     for start in range(0, len(missing), chunk):
         label, before = progress, len(requests) - len(missing) + start
@@ -138,14 +138,15 @@ def answer_problems(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, sam
              "responses": [stored[p.id, k] for k in range(sampling.n)]} for p in held_out.problems]
 
 
-def sample_responses(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, requests: list[tuple[int, int]],
-                     sampling: Sampling, progress: str | None) -> list[dict]:
-    """Sample and judge the k-th answer to the i-th prompt for each (i, k) requested. All ranks return all.
+def sample_responses(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet,
+                     requests: list[tuple[Prompt, int]], sampling: Sampling, progress: str | None,
+                     ) -> list[dict]:
+    """Sample and judge the k-th answer to a prompt for each (prompt, k) requested. All ranks return all.
 
     Each answer has a seed of its own, so neither the number of ranks nor the other requests change it, up to
     rounding.
     """
-    local = [(held_out.prompts[i], k) for i, k in dist.local_slice(requests)]
+    local = dist.local_slice(requests)
     asked = [Request(prompt, dist.seed_for(sampling.seed, prompt.id, k, "eval"), sampling.max_new_tokens)
              for prompt, k in local]
     samples = engine.generate(asked, sampling.temperature, sampling.top_p, progress)

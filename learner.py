@@ -248,7 +248,7 @@ def texts_of_run(run: Path, source: Path) -> dict[str, str]:
     """Write what the run's own export has in place of the source's files; nothing for a checkpoint alone."""
     if not (run / "config.yaml").is_file():
         return {}
-    cfg = config.load(str(run / "config.yaml"))
+    cfg = config.load(run / "config.yaml")
     template = run / COPIES["data.chat_template"]
     data = replace(cfg.data, chat_template=str(template)) if template.is_file() else cfg.data
     return prompted_files(Tokenizer(source, data, cfg.rollout.stop or ()), data.system_prompt)

@@ -222,8 +222,7 @@ def state_of(folder: Path) -> dict:
     """
     if is_locked(folder):
         return {"state": "running"}
-    lines = read_log(folder / "state.json")
-    return {"state": lines[0]["state"], **lines[0]} if lines else {"state": "died"}
+    return next(iter(read_log(folder / "state.json")), {"state": "died"})
 
 
 def evaluations(folder: Path) -> dict[int, Path]:
@@ -425,9 +424,9 @@ class RunLog:
         if self.folder:
             append(self.folder / name, line)
 
-    def measure(self, line: dict) -> None:
+    def measure(self, step: int, metrics: Metrics) -> None:
         """Append a line to metrics.jsonl, and show it to the watchers."""
-        line = {"step": line["step"]} | self.unlogged | line
+        line = {"step": step} | self.unlogged | metrics
         self.write("metrics.jsonl", line)
         for watcher in self.watchers:
             watcher.log(line)
@@ -440,12 +439,12 @@ class RunLog:
     def evaluated(self, step: int, results: dict[str, dict], seconds: float) -> None:
         """Log the scores of every set in one line."""
         keys = "accuracy low high reward reward_low reward_high lenient length truncated unparsed".split()
-        line = {"step": step, "time/eval": seconds}
+        metrics = {"time/eval": seconds}
         for name, result in results.items():
-            line |= {f"eval/{name}/{key}": result[key] for key in keys if key in result}
+            metrics |= {f"eval/{name}/{key}": result[key] for key in keys if key in result}
             if (n := result["n"]) > 1 and "pass" in result:
-                line |= {f"eval/{name}/{key}": result[key][str(n)] for key in ("pass", "majority")}
-        self.measure(line)
+                metrics |= {f"eval/{name}/{key}": result[key][str(n)] for key in ("pass", "majority")}
+        self.measure(step, metrics)
         if self.folder:
             problems = [{"set": name} | p for name, result in results.items() for p in result["problems"]]
             rewrite_log(self.folder / f"eval_{step:06d}.jsonl", problems)
@@ -455,7 +454,7 @@ class RunLog:
 
     def step(self, step: int, metrics: Metrics) -> None:
         """Log the metrics of a step, and show some beside the bar, or in a line if there is no terminal."""
-        self.measure({"step": step} | metrics)
+        self.measure(step, metrics)
         flat = metrics.get("advantage/flat_groups")  # None if a step rolls nothing out
         if flat is not None:
             self.silent = self.silent + 1 if flat == 1 else 0

@@ -77,9 +77,9 @@ class Tokenizer:
         self.hidden = self.eos_ids | set(map(self.rust.token_to_id, self.special.values()))
         self.begin = self.find_begin()
         data = data or Data(train="", eval=None)
-        self.plain, self.date, self.arguments = data.prompt, data.date, data.template or {}
+        self.plain, self.arguments = data.prompt, data.template or {}
         if self.plain is None:
-            self.read_template(folder, data.chat_template, settings.get("chat_template"))
+            self.read_template(data, settings.get("chat_template"))
         else:
             self.source, self.template, self.own_template = self.plain, None, None
         self.opened = self.find_opened()
@@ -110,8 +110,9 @@ class Tokenizer:
                 raise ConfigError(f"{path.parent}: tokenizer.json makes token {found} of {token.content!r}, "
                                   f"and tokenizer_config.json says {i}; take files that belong together")
 
-    def read_template(self, folder: Path, own: str | None, configured: object) -> None:
-        """Read the template: the user's `own` file, the model's file, or the text in its config."""
+    def read_template(self, data: Data, configured: object) -> None:
+        """Read the template: the user's own file, the model's file, or the text in its config."""
+        folder, own = self.folder, data.chat_template
         path = Path(own) if own else folder / "chat_template.jinja"
         if configured is None:
             configured = read_if_there(folder / "chat_template.json").get("chat_template")  # of a processor
@@ -125,7 +126,7 @@ class Tokenizer:
                 f"{folder} has a tokenizer without a chat template, as base models do; set data.prompt to a "
                 'plain text such as "Question: {question}\\nAnswer:", or data.chat_template to a jinja file')
         where = path if path.is_file() else folder
-        environment = chat_environment(self.date)
+        environment = chat_environment(data.date)
         try:
             self.template = environment.from_string(self.source)
         except (jinja2.TemplateError, RecursionError) as error:
@@ -193,9 +194,9 @@ class Tokenizer:
     def find_begin(self) -> tuple[int, ...]:
         """Find the ids that the tokenizer puts before a text, such as a BOS. Those behind a text are never
         used, for a prompt goes on."""
-        bare, whole = (self.rust.encode("a", add_special_tokens=added).ids for added in (False, True))
-        starts = [i for i in range(len(whole)) if whole[i:i + len(bare)] == bare]
-        return tuple(whole[:starts[0]]) if starts else ()
+        encoding = self.rust.encode("a")
+        count = [*encoding.special_tokens_mask, 0].index(0)
+        return tuple(encoding.ids[:count])
 
     def find_opened(self) -> str:
         """Find the tags that a prompt ends with, such as <think>: the answer begins within them."""

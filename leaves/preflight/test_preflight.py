@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TOY, load, toy_config, weights, write_tiny
+from conftest import TOY, load, toy_config, unshared, weights, write_tiny
 from test_data import edit
 
 import learner
@@ -17,7 +17,7 @@ from learner import Learner
 from leaves.lora import join as lora
 from leaves.preflight import join as preflight
 from policy import Weights
-from records import Problem, Segments
+from records import Problem
 from rollout import TorchEngine
 from settings import leaves
 from settings.loader import ConfigError
@@ -95,7 +95,7 @@ def test_an_engine_one_update_behind_is_seen_by_the_preflight_and_by_the_metric(
 
 SDPA, LOG_PROBS, GENERATE = learner.BACKENDS["sdpa"], Learner.log_probs, TorchEngine.generate
 FAULTS = {  # every key of a row up to a token's own place, whichever sequence it belongs to
-    "attention": (learner, "BACKENDS", {"sdpa": lambda segments: SDPA(Segments.plain([sum(segments.queries)]))}),
+    "attention": (learner, "BACKENDS", {"sdpa": lambda segments: SDPA(unshared([sum(segments.queries)]))}),
     "gradient": (Learner, "log_probs", lambda self, model, row: LOG_PROBS(self, model, row) + (
         0.01 if torch.is_grad_enabled() else 0.0)),
     "temperature": (TorchEngine, "generate", lambda self, asked, temperature, progress: GENERATE(self, asked, 1.0)),
