@@ -168,9 +168,7 @@ class Checkpoints:
 def save_plainly(records: Any, path: Path) -> None:
     """Save a dataclass as dicts, lists and tensors, which torch.load reads without running code."""
     def plain_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        # A Sample's `scored` follows from its other fields.
-        return {name: value.tolist() if isinstance(value, array) else value
-                for name, value in pairs if name != "scored"}
+        return {name: value.tolist() if isinstance(value, array) else value for name, value in pairs}
 
     torch.save(asdict(records, dict_factory=plain_fields), path)
 
@@ -391,12 +389,12 @@ def require_same_ranks(made_of: dict[str, object]) -> None:
 def require_same_inputs(step: Path, began: dict[str, str], here: dict[str, str]) -> None:
     """Raise ConfigError if a checkpoint was trained on other weights, data or tokenizers than these; name
     code and libraries that have changed."""
-    changed = {setting: found for setting, found in here.items() if began.get(setting) != found}
+    changed = [setting for setting in here if began.get(setting) != here[setting]]
     renewed = [setting for setting in changed if setting.startswith(("code of ", "version of "))]
     if renewed and dist.rank() == 0:
         print(f"{step} was made with another {SHORT.repr(renewed)}", file=sys.stderr)
-    for setting, found in changed.items():
+    for setting in changed:
         if setting not in renewed:
             raise ConfigError(f"{step} was trained with {began.get(setting, 'nothing')} at {setting}, where "
-                              f"there are now {found}; bring the former back, or begin another run with "
-                              "--set out=...")
+                              f"there are now {here[setting]}; bring the former back, or begin another run "
+                              "with --set out=...")

@@ -42,11 +42,10 @@ def find_device(wanted: str) -> torch.device:
     if os.environ.keys().isdisjoint(allocator):
         # Rows differ in size, and fixed segments would fragment over hours.
         os.environ[allocator[0]] = "expandable_segments:True"
-    devices, processes = torch.cuda.device_count(), local_processes()
-    if wanted == "cuda" and devices < processes:
-        raise ConfigError(f"device=cuda: {why_no_cuda() or 'this machine shows no CUDA device'}; set "
-                          "device=cpu (or auto)")
-    if devices < processes:
+    if torch.cuda.device_count() < local_processes():
+        if wanted == "cuda":
+            raise ConfigError(f"device=cuda: {why_no_cuda() or 'this machine shows no CUDA device'}; set "
+                              "device=cpu (or auto)")
         return torch.device("cpu")
     try:
         torch.cuda.init()
@@ -129,9 +128,7 @@ class Machine:
             free = torch.cuda.mem_get_info(device)[0]
         else:
             free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local_processes()
-        lacking = why_no_vllm(device)
-        if dist.max_over_ranks(bool(lacking)):
-            lacking = lacking or "another rank's machine does not have it"
+        lacking = next(filter(None, dist.gather([why_no_vllm(device)])), "")
         idle = "" if device.type == "cuda" else why_no_cuda()
         return Machine(device, -dist.max_over_ranks(-free), dist.world_size(), lacking, idle)
 

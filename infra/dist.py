@@ -120,9 +120,7 @@ def gather_full(
     are cast and moved first: 16 bits are half the bytes to send, and GPUs send faster."""
     if not isinstance(tensor, DTensor):
         return tensor
-    if dtype is not None:
-        tensor = shard_like(tensor, tensor.to_local().to(device=device, dtype=dtype))
-    return tensor.full_tensor()
+    return shard_like(tensor, tensor.to_local().to(device=device, dtype=dtype)).full_tensor()
 
 
 def shard_like(tensor: Tensor, mine: Tensor) -> Tensor:

@@ -259,8 +259,7 @@ def read_ropes(said: ConfigFile, family: Family) -> dict[str, Rope]:
     ropes = {}
     for layers, own in given.items():
         own = {"rope_theta": thetas[layers], "partial_rotary_factor": said.partial_rotary_factor} | own
-        kind = own.pop("type", "default")
-        kind = own.pop("rope_type", kind)
+        kind = own.pop("rope_type", own.pop("type", "default"))
         if str(kind) not in ROPES:
             raise ConfigError(f"rope_type={SHORT.repr(kind)} is not supported, only {', '.join(ROPES)}")
         ropes[layers] = build(ROPES[kind], own)

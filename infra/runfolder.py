@@ -47,7 +47,7 @@ from infra.terminal import print_progress
 from infra.tokenizer import Tokenizer
 from records import Metrics
 from settings import leaves
-from settings.paths import user_path
+from settings.paths import REPOSITORY, user_path
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
 SILENT = 5  # steps without any signal that are warned of, once
@@ -142,8 +142,8 @@ def changed_settings(there: Config | dict, now: Config | dict) -> dict[str, str]
 def require_same_settings(step: Path, saved: dict, now: Config) -> None:
     """Raise ConfigError if a checkpoint was made with other settings, though config.yaml may agree with them:
     it can be edited. `saved` is flat; nothing is compared that it lacks, or that is `auto` now."""
-    settings = config.flatten(now).items()
-    there = {key: value if value == "auto" else saved.get(key, value) for key, value in settings}
+    there = {key: value if value == "auto" else saved.get(key, value)
+             for key, value in config.flatten(now).items()}
     if refused := refused_changes(there, now):
         raise ConfigError(f"--resume: {step} was made with other settings: {', '.join(refused)}; set them as "
                           "they were there")
@@ -254,9 +254,8 @@ def versions() -> dict[str, str]:
 
 def run_git(*command: str) -> str | None:
     """Return the output of git in the code's folder; None without git or a repository."""
-    folder = Path(__file__).parent
     try:
-        process = subprocess.run(["git", *command], cwd=folder, capture_output=True, text=True,
+        process = subprocess.run(["git", *command], cwd=REPOSITORY, capture_output=True, text=True,
                                  errors="replace")
     except FileNotFoundError:
         return None

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import date
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +101,7 @@ class Tokenizer:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{path}: added_tokens_decoder={SHORT.repr(listed)} must map ids to tokens "
                               f"({in_short(error)}); mend it, or download it again") from None
-        for i, token in sorted(tokens.items(), key=itemgetter(0)):
+        for i, token in sorted(tokens.items()):
             if self.rust.token_to_id(token.content) is None:
                 self.rust.add_tokens([token])
             found = self.rust.token_to_id(token.content)
