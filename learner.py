@@ -165,9 +165,8 @@ def make_optimizers(model: nn.Module, optim: kinds.Optim) -> Optimizers:
 
 def adamw(model: nn.Module, trained: list[nn.Parameter], optim: kinds.AdamW) -> tuple[torch.optim.AdamW]:
     """Make AdamW with its moments allocated now, so a checkpoint can be loaded before the first step."""
-    betas = optim.beta1, optim.beta2
     optimizer = torch.optim.AdamW(
-        trained, lr=optim.lr, betas=betas, weight_decay=optim.weight_decay, fused=True)
+        trained, optim.lr, (optim.beta1, optim.beta2), weight_decay=optim.weight_decay, fused=True)
     for p in trained:
         optimizer.state[p] = {
             "step": torch.zeros((), device=dist.local_shard(p).device),

@@ -222,7 +222,8 @@ def state_of(folder: Path) -> dict:
     """
     if is_locked(folder):
         return {"state": "running"}
-    return next(iter(read_log(folder / "state.json")), {"state": "died"})
+    lines = read_log(folder / "state.json")
+    return {"state": lines[0]["state"], **lines[0]} if lines else {"state": "died"}
 
 
 def evaluations(folder: Path) -> dict[int, Path]:
@@ -312,7 +313,7 @@ class RunLog:
     def create(self, cfg: Config, resume: Resume, device: torch.device, chosen: dict, texts: Texts) -> None:
         """Write config.yaml, env.json and the files of COPIES, and begin the logs anew.
 
-        `chosen` comes from device.list_choices, `texts` from the files of COPIES. Raises ConfigError if
+        `chosen` comes from choices.list_choices, `texts` from the files of COPIES. Raises ConfigError if
         another run has used the folder since it was claimed.
         """
         if self.folder is None:
