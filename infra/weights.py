@@ -185,7 +185,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         raise ConfigError(f"{folder}: weights do not match config.json at {wrong}, by config.json")
     for name, p in weights.items():
         t = tensors[name]
-        if not t.is_floating_point() or not t.isfinite().all():
+        if not t.is_floating_point() or t.itemsize < 2 or not t.isfinite().all():
             raise ConfigError(
                 f"{folder}: {name}, of {t.dtype}, has infinite or quantized values or nan, which are no "
                 "weights; take a model without")

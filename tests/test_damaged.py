@@ -353,7 +353,8 @@ def test_a_result_that_was_edited_is_named(keys, value, message, tmp_path):
 
 
 @pytest.mark.parametrize("spoilt", [lambda t: t.masked_fill(t == t.max(), torch.inf),
-                                    lambda t: t.mul(100).to(torch.int8)], ids=["inf", "int8"])
+                                    lambda t: t.mul(100).to(torch.int8), lambda t: t.to(torch.float8_e4m3fn)],
+                         ids=["inf", "int8", "float8"])
 def test_weights_that_are_no_numbers_are_not_evaluated(spoilt, tmp_path, command, capsys):
     model = shutil.copytree(TOY, tmp_path / "model")
     tensors = load_file(model / "model.safetensors")

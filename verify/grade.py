@@ -102,16 +102,14 @@ def grade(pairs: list[tuple[str, str]]) -> list[dict]:
     seconds that grow with the number of answers. `last_number` tells whether
     the last number is right, and `lenient` whether that or the answer is.
     """
-    golds = [gold for gold, _ in pairs]
-    answers = [extract(text) for _, text in pairs]
-    asked = list(zip(golds, answers, strict=True))
+    asked = [(gold, extract(text)) for gold, text in pairs]
     verdicts = judge(asked, FIRST_SECONDS)
     slow = {pair for pair in asked if verdicts[pair] == "timed_out"}
     share = min(VERIFY_SECONDS, max(SHARED_SECONDS, FIRST_SECONDS * len(asked)) / max(1, len(slow)))
     if share > FIRST_SECONDS:
         verdicts |= judge(slow, share)
     grades = []
-    for (gold, text), answer in zip(pairs, answers, strict=True):
+    for (gold, text), (_, answer) in zip(pairs, asked, strict=True):
         verdict = verdicts[gold, answer]
         last_right = last_number_equal(gold, text)
         grades.append({"answer": answer, "verdict": verdict, "last_number": last_right,
