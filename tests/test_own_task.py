@@ -355,7 +355,7 @@ def test_a_base_model_trains_and_evaluates_on_questions_without_answers(tmp_path
 
     report.write_report([run], tmp_path / "page")
     page, tables = ((tmp_path / "page" / name).read_text() for name in ("report.html", "report.md"))
-    assert "eval/held_out/reward, at the budget that every run reached" in tables
+    assert "eval/held_out/reward at the budget that every run reached" in tables
     assert "accuracy" not in tables and "eval/held_out/reward against steps" in page and bounds in page
     report.write_report([run], tmp_path / "level", level=0.01)  # of a reward, where nothing has an accuracy
     assert "cost until an evaluation at 0.010" in (tmp_path / "level" / "report.md").read_text()

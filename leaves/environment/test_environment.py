@@ -335,7 +335,7 @@ class Game:
             raise ValueError("the game is over")
         return f"{'higher' if number < self.number else 'yes'}, {self.left} left"
 
-environment = Game
+environment_factory = Game
 """
 
 
@@ -360,7 +360,8 @@ def test_an_environment_as_trl_has_it_is_made_anew_and_its_earlier_calls_are_rep
     (f"{REPLY}row['nothing']", "it raises KeyError in line 2: 'nothing'; the row has question, number, start"),
     (f"{REPLY}'\\ud800'", "it raises UnicodeEncodeError"),
     (f"{REPLY}[{{'role': 'user', 'content': '\\ud800'}}]", "it raises UnicodeEncodeError"),
-    ("", r"it must have one of reply\(text, row\), tools = \[add\] and environment = MyClass"),
+    ("", r"it must have one of reply\(text, row\), tools = \[add\] and environment = MyClass; it has none"),
+    (GAME.partition("environment")[0], "and environment = MyClass; it has Game"),
     (SUMS + ADD, "it must have one of reply"), (GAME + ADD, "it must have one of reply"),
     ("def tools():\n    return []", r"tools is \[\]; it must be"), ("tools = [5]", r"tools is \[5\]; it must be"),
     ("def f(*a): pass\ntools = [f]", r"f\(\*a\) must take its"), ("def f(): 5\ntools = [f, f]", "of functions, each with"),

@@ -59,13 +59,15 @@ def list_schemas(scope: dict) -> list[dict]:
 def list_tools(scope: dict, turn: Turn | None = None) -> dict[str, Callable]:
     """List the tools of a file by their names: functions, or the methods of an instance that has been through
     the turns before this one. Empty if the file has reply() instead."""
-    kinds = scope.keys() & {"reply", "tools", "environment"}
-    if len(kinds) != 1:
-        raise WrongFile("it must have one of reply(text, row), tools = [add] and environment = MyClass")
-    if "reply" in kinds:
+    kind, *more = scope.keys() & {"reply", "tools", "environment", "environment_factory"} or [None]
+    if more or not kind:
+        own = [name for name, value in scope.items() if inspect.isfunction(value) or inspect.isclass(value)]
+        raise WrongFile("it must have one of reply(text, row), tools = [add] and environment = MyClass; it has "
+                        f"{', '.join(own) or 'none'}")
+    if kind == "reply":
         return {}
-    if "environment" in kinds:
-        return play(scope["environment"], turn)
+    if kind != "tools":
+        return play(scope[kind], turn)
     tools = scope["tools"]() if callable(scope["tools"]) else scope["tools"]
     listed = tools if isinstance(tools, list) else []
     named = {tool.__name__: tool for tool in listed if inspect.isfunction(tool)}

@@ -19,6 +19,8 @@ from verify.paired import half_width
 
 LEAST_RUNS = 3         # an interval needs so many runs
 LEAST_EVALUATIONS = 3  # and a score at a budget so many evaluations within it
+AT_BUDGET = ("at the budget that every run reached "
+             f"(95% intervals from {LEAST_RUNS} runs on; -: less than {LEAST_EVALUATIONS} evaluations)")
 Table = list[list[str]]  # rows of cells, the head first
 Columns = dict[str, Callable[[LoggedRun], float]]  # head -> figure of a run; nan: it has none
 
@@ -34,7 +36,7 @@ def make_tables(groups: Groups, level: float | None) -> dict[str, Table]:
     scores = scores_of([line for group in finished.values() for run in group for line in run.evals])
     for score in scores:
         evaluated = keep_runs(finished, lambda run, score=score: len(run.series(score)[0]) > 0)
-        tables[f"{score}, at the budget that every run reached"] = score_table(evaluated, score)
+        tables[f"{score} {AT_BUDGET}"] = score_table(evaluated, score)
         percent = score.endswith("accuracy")
         if level is not None and percent == scores[0].endswith("accuracy"):
             if percent and not 0 < level <= 100:
@@ -130,8 +132,9 @@ def mean_interval(value_R: np.ndarray, score: str = "") -> tuple[np.ndarray, ...
     middle = value_R.mean(axis=0)
     if len(value_R) < LEAST_RUNS or score and not np.ptp(value_R):
         return (middle,)
-    half, bounds = half_width(value_R), (0, 1) if score.endswith("accuracy") else (-np.inf, np.inf)
-    return middle, np.clip(middle - half, *bounds), np.clip(middle + half, *bounds)
+    low, high = (0, 1) if score.endswith("accuracy") else (-np.inf if score else 0, np.inf)
+    half = half_width(value_R)
+    return middle, np.clip(middle - half, low, high), np.clip(middle + half, low, high)
 
 
 def format_mean(values: list[float], score: str = "") -> str:
