@@ -59,11 +59,12 @@ def list_schemas(scope: dict) -> list[dict]:
 def list_tools(scope: dict, turn: Turn | None = None) -> dict[str, Callable]:
     """List the tools of a file by their names: functions, or the methods of an instance that has been through
     the turns before this one. Empty if the file has reply() instead."""
-    kind, *more = scope.keys() & {"reply", "tools", "environment", "environment_factory"} or [None]
-    if more or not kind:
-        own = [name for name, value in scope.items() if inspect.isfunction(value) or inspect.isclass(value)]
-        raise WrongFile("it must have one of reply(text, row), tools = [add] and environment = MyClass; it has "
-                        f"{', '.join(own) or 'none'}")
+    kinds = scope.keys() & {"reply", "tools", "environment", "environment_factory"}
+    if len(kinds) != 1:
+        own = [name for name, value in scope.items() if inspect.isroutine(value) or inspect.isclass(value)]
+        raise WrongFile("it must have one of reply(text, row), tools = [add] and environment = MyClass; "
+                        f"it has {', '.join(own) or 'none'}")
+    kind, = kinds
     if kind == "reply":
         return {}
     if kind != "tools":
