@@ -10,6 +10,8 @@ from pathlib import Path
 from infra.rows import Rows
 from settings.loader import ConfigError, parse_json
 
+TWO_WAYS = re.compile(r"-?\d+(\.\d{3})*,\d+|-?[1-9]\d{0,2}(\.\d{3})+")  # numbers where a comma is the point
+
 
 def read_rows(path: Path) -> Rows:
     """Yield a place and the row for each row of a file, by its ending. Raises ConfigError."""
@@ -87,19 +89,25 @@ def read_csv(path: Path, content: bytes) -> Rows:
     lines = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=separator)
     try:
         names = [name.strip() for name in next(lines, [])]
+        while names and not names[-1]:  # as office programs end each line
+            names.pop()
         if len(set(names)) < len(names):
             raise ConfigError(f"{path}:1: a column is named twice in {', '.join(names)}; give each "
                               "a name of its own, or delete it")
-        for cells in filter(any, lines):
+        for cells in lines:
             place = f"{path}:{lines.line_num + bool(told[1])}"
-            if len(cells) > len(names):
+            if not "".join(cells).strip():
+                continue
+            if any(cells[len(names):]):
                 raise ConfigError(f"{place}: more cells than the {len(names)} columns of line 1; a text with "
                                   f"{separator!r} needs double quotes")
-            if separator == ";" and any(re.fullmatch(r"-?\d+,\d+", cell) for cell in cells):
-                raise ConfigError(f"{place}: a number has a comma; write a decimal point, or no comma")
-            yield place, {name: cell or None for name, cell in zip_longest(names, cells)}
+            if separator == ";" and any(TWO_WAYS.fullmatch(cell) for cell in cells):
+                raise ConfigError(f"{place}: a number can be read in two ways; write 1.234,5 as 1234.5, and "
+                                  "a decimal 1.234 as 1.2340")
+            yield place, {name: cell or None for name, cell in zip_longest(names, cells[:len(names)])}
     except csv.Error as error:
-        raise ConfigError(f"{path}:{lines.line_num}: not valid CSV ({error})") from None
+        raise ConfigError(f"{path}:{lines.line_num}: not valid CSV ({error}); look for a double quote that "
+                          "nothing closes") from None
 
 
 READERS = {".jsonl": read_jsonl, ".json": read_json, ".csv": read_csv, ".tsv": read_csv,

@@ -14,7 +14,7 @@ from infra.digests import LIST, find_changed, read_list
 from infra.families import Shape, shape_of
 from infra.trial import try_first
 from settings.loader import ConfigError, convert, in_short, read_json
-from settings.paths import find_path
+from settings.paths import find_path, searched
 
 WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -27,17 +27,31 @@ def find_model(path: str, files: tuple[str, ...] = ("*.json", "*.jinja", "*.safe
     if (folder / "extra.pt").is_file():
         raise ConfigError(f"model.path={path} is a checkpoint, not a Hugging Face folder; make one of it by "
                           f"python learner.py {path} --out DIR")
-    if folder.is_dir():
+    ours = folder.is_dir()
+    if not ours:
+        folder = download(path, files)
+    if not (folder / "config.json").is_file():
+        adapts = (folder / "adapter_config.json").is_file()
+        remedy = "it is an adapter: set model.lora.path to it, and model.path to its base model"
+        raise ConfigError(f"model.path={path} has no config.json; "
+                          f"{remedy if adapts else 'give a Hugging Face folder or a hub name'}")
+    if ours:
         require_own_files(folder)
         if any((folder / name).is_file() for name in WEIGHT_FILES):
             try_first(folder, check_sizes, folder)
-        return folder
+    return folder
+
+
+def download(path: str, files: tuple[str, ...]) -> Path:
+    """Download these files of a model on the hub. Raises ConfigError."""
     from huggingface_hub import snapshot_download  # for names alone
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(path, allow_patterns=files))
-    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError) as error:
+    except HFValidationError:
+        raise ConfigError(f"model.path={path} is no folder ({searched()}), nor a name on the hub") from None
+    except (LocalEntryNotFoundError, HfHubHTTPError) as error:
         raise ConfigError(f"model.path={path!r} is no folder, and could not be downloaded from the hub: "
                           f"{in_short(error)}") from error
 
@@ -59,8 +73,6 @@ def require_own_files(folder: Path, weights: bool = False) -> None:
 def read_shape(folder: Path) -> Shape:
     """Read config.json. Raises ConfigError for a model that this decoder does not compute."""
     path = folder / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"{path} not found; model.path must be a Hugging Face folder or a hub name")
     try:
         return shape_of(read_json(path))
     except ConfigError as error:

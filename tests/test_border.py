@@ -247,6 +247,10 @@ def test_a_folder_has_one_set_of_weights(other, tmp_path):
         (folder / other).write_text("{}")
     with pytest.raises(ConfigError, match=f"holds .*{other}.*, and a model has one set of weights"):
         load(find_model(str(folder)))
+    (folder / "config.json").unlink()
+    told = "it is an adapter: set model.lora.path" if other.endswith("json") else "give a Hugging Face folder"
+    with pytest.raises(ConfigError, match=f"model.path={folder} has no config.json; {told}"):
+        find_model(str(folder))
 
 
 def test_an_index_names_the_one_set_of_weights_beside_which_mistrals_second_copy_may_lie(tmp_path):

@@ -84,7 +84,8 @@ def parquet() -> bytes:
     ("a.jsonl", LINES), ("a.JSONL", LINES), ("a.jsonl.gz", gzip.compress(LINES.encode())), ("a.jsonl", LINES + "\n\n"),
     ("a.jsonl", LINES.encode("utf-16")), ("a.json", ARRAY), ("a.json", '{"data": ' + ARRAY + ', "version": 1}'),
     ("a.json", LINES), ("a.json.gz", gzip.compress(ARRAY.encode())), ("a.json", LINES.replace("\n", "\r\n") + "\r\n"),
-    ("a.csv", table(",")), ("a.csv", table(";")), ("a.csv", table("\t", "\n")), ("a.csv", "sep=|\r\n" + table("|")),
+    ("a.csv", table(",")), ("a.csv", table(";").replace("\r\n", ";;\r\n") + " ;\r\n"),
+    ("a.csv", table(";")), ("a.csv", table("\t", "\n")), ("a.csv", "sep=|\r\n" + table("|")),
     ("a.tsv", table("\t")), ("a.csv", table(";").encode("utf-8-sig")), ("a.csv", table("\t").encode("utf-16")),
     ("a.csv", table(";").encode("utf-16-le")), ("a.jsonl", b"\xfe\xff" + LINES.encode("utf-16-be")),
     ("a.csv.gz", gzip.compress(table(",").encode())), ("a.csv", table(",", "\r")), ("a.parquet", parquet()),
@@ -108,9 +109,11 @@ def test_a_file_of_any_kind_holds_the_same_problems(name, content, tmp_path):
     ("a.csv", b'"the, question";answer\n\n', " holds no problems"),
     ("a.jsonl", b"version https://git-lfs.github.com\n", ":1: not valid JSON .*fetched by git lfs pull"),
     ("a.csv", b"question,question\nq,1\n", ":1: a column is named twice in question, question"),
-    ("a.csv", b'question,answer\n"q,1\n', r":\d: not valid CSV"), ("a.csv", b"", " holds no problems"),
+    ("a.csv", b'question,answer\n"q,1\n', r":\d: not valid CSV .*; look for a double quote"),
+    ("a.csv", b"", " holds no problems"),
     ("a.csv", b"question,answer\nq\n", ":2: column 'answer' is empty"),
-    ("a.csv", b"question;answer\nq;3,5\n", ":2: a number has a comma; write a decimal point, or no comma"),
+    *(("a.csv", b"question;answer\nq;0.125\np;%b\n" % number, ":3: a number can be read in two ways; write 1.234,5 as")
+      for number in (b"3,5", b"1.234", b"-1.234.567,8")),
     ("a.csv", "question,answer\ncaf\xe9,1\n".encode("latin-1"), " is not UTF-8 text .*; save it as UTF-8"),
     ("a.parquet", b"text", " is not a parquet file"),
 ])

@@ -196,7 +196,7 @@ def test_papers_evaluate_as_their_configs_say(name, expected):
 
 @pytest.mark.parametrize(("changes", "message"), [
     (["--model", "nowhere/at all"],
-     "model.path='nowhere/at all' is no folder, and could not be downloaded from the hub"),
+     "model.path=nowhere/at all is no folder (looked for in "),
     (sets("eval.max_new_tokens=5000"), "the prompts and eval.max_new_tokens (or "),
     ([*sets("eval.n=4", "eval.temperature=1"), "--k", "2,8"], "--k must hold numbers in 1..4, the answers to"),
     (sets("eval.nn=4"), "unknown key 'eval.nn'. Did you mean 'eval.n'?"),
