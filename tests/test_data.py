@@ -116,7 +116,7 @@ def test_a_file_of_any_kind_holds_the_same_problems(name, content, tmp_path):
       for number in (b"3,5", b"1.234", b"-1.234.567,8")),
     ("a.csv", "question,answer\ncaf\xe9,1\n".encode("latin-1"), " is not UTF-8 text .*; save it as UTF-8"),
     ("a.parquet", b"text", " is not a parquet file"),
-])
+], ids=lambda x: x if isinstance(x, str) else "")
 def test_a_file_that_cannot_be_read_is_named_with_the_remedy(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=f"^{tmp_path / name}{message}"):
