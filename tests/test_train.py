@@ -268,7 +268,7 @@ BROKEN = {
     "not a run folder": (["out={folder}"], "exists and is not a run folder; set `out` to a new folder"),
     "no weights": (["model.path={empty}", "out={new}"], "{empty} has no model.safetensors.index.json or"),
     "kernel without CUDA": (["model.attention=varlen", "out={new}"], "model.attention=varlen cannot run on cpu"),
-    "no CUDA": (["device=cuda", "out={new}"], "device=cuda, but this machine shows"),
+    "no CUDA": (["device=cuda", "out={new}"], "device=cuda: this machine shows no CUDA"),
 }
 
 
