@@ -44,7 +44,7 @@ def read_formula(text: str) -> sympy.Basic:
     """
     exact = number(text)
     if exact:
-        return sympy.Rational(exact[0].numerator, exact[0].denominator)
+        return sympy.Rational(exact[0])
     try:
         return formula.parse_formula(text)
     except formula.Unread:

@@ -125,8 +125,8 @@ def judge(pairs: Iterable[tuple[str, str | None]], seconds: float) -> dict[tuple
 
 def unreadable(golds: Iterable[str]) -> set[str]:
     """Return the gold answers that the verifier cannot read; only the same spelling is right for them."""
-    uncertain = [gold for gold in dict.fromkeys(golds) if number(gold) is None]
-    calls = {gold: Call(is_readable, gold, algebra_can_read, limits=ALGEBRA) for gold in uncertain}
+    calls = {gold: Call(is_readable, gold, algebra_can_read, limits=ALGEBRA)
+             for gold in set(golds) if number(gold) is None}
     return {gold for gold, call in calls.items() if finish_verdict(call) is not True}
 
 
