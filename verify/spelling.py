@@ -98,7 +98,7 @@ def undouble(text: str) -> str:
 
 def write_unit(match: re.Match) -> str:
     r"""Write a formula of texts as one text: "N"\cdot "m" is "N m", and \frac{60 "km"}{"h"} is 60 "km/h"."""
-    number, *factors = [x or "" for x in match.groups()]
+    number, *factors = match.groups("")
     return number + '"' + re.sub(r'\\cdot|["{}]', " ", "/".join(factors)) + '"'
 
 
@@ -288,7 +288,7 @@ def normalise(answer: str) -> str:
     answer = undouble(answer).translate(CHARACTERS)
     for signs, new in SHIFTED.items():
         answer = re.sub(signs, new, answer)
-    answer = unicodedata.normalize("NFKC", answer).translate(CHARACTERS).strip()
+    answer = unicodedata.normalize("NFKC", answer).translate(CHARACTERS)
     if TRIGONOMETRIC.search(answer):
         answer = DEGREES.sub(r"(\\frac{\1\\pi}{180})", answer)
     for pattern, new, *_ in RULES:
@@ -318,7 +318,7 @@ def without_unit(x: str) -> tuple[str, str]:
     match = UNIT.search(x)
     if not match:
         return x, ""
-    value, quoted = x[:match.start()].rstrip(), match["text"] is not None
+    value, quoted = x[:match.start()], match["text"] is not None
     written = (match["text"] or match["word"] or "") + (match["power"] or "")
     unit = re.sub(POWER, "", written).strip(" .")
     if unit.startswith("modulo "):
@@ -328,7 +328,7 @@ def without_unit(x: str) -> tuple[str, str]:
     separate = quoted or x[match.start("word") - 1] == " " or (known_unit and len(unit) > 1)
     short = not unit[1:] or not re.search(r"\d", value) if quoted else re.search(r"\b\w{1,3}\b", unit)
     counted = re.search(r"[\d}]|(?<!^\([A-Z])(?<!^[A-Z])\)|\\pi(?![a-z])", value) or (
-        known_unit and quoted and unit and value)
+        known_unit and quoted and value)
     open_end = value.endswith(tuple("=+-<>≤≥,;:∧∨(_^")) or (value.endswith('"') and not known_unit)
     if not (separate and counted and (known_unit or not short)) or open_end or NO_UNIT.search(unit):
         return x, ""
