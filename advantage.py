@@ -12,6 +12,8 @@ from torch import Tensor
 
 from records import Rewards
 
+ROUNDING = 1e-11  # of a reward, as of a sum in another order
+
 
 def advantage(rewards: Rewards, settings: Any) -> Tensor:
     """Compare the completions of each group by advantage.kind, [N, G], from all G of them."""
@@ -26,10 +28,10 @@ def advantage(rewards: Rewards, settings: Any) -> Tensor:
 
 
 def flat_groups(reward_NG: Tensor) -> Tensor:
-    """Mark groups of equal rewards, bool [N]. Not by std > 0: the mean of equal floats may be off."""
+    """Mark groups of equal rewards, within ROUNDING, bool [N]. Not by std > 0: a mean may be off."""
     high_N = reward_NG.nan_to_num(nan=-torch.inf).amax(dim=1)
     low_N = reward_NG.nan_to_num(nan=torch.inf).amin(dim=1)
-    return high_N <= low_N
+    return high_N - low_N <= ROUNDING
 
 
 def has_comparison(reward_NG: Tensor) -> Tensor:

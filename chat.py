@@ -20,14 +20,13 @@ from itertools import cycle
 
 import config
 from config import Config, ConfigError
-from eval import load_sets
+from eval import find_loader, load_sets
 from infra import dist
-from infra.checkpoint import original_model, step_folders
+from infra.checkpoint import step_folders
 from infra.device import engine_spec, find_device, fit_engine
 from infra.signals import exit_status
 from infra.tokenizer import Tokenizer, as_messages
-from infra.weights import find_model, read_shape
-from policy import weights_of
+from infra.weights import read_shape
 from records import Problem, Prompt, Request
 from rollout import start_engine
 from settings import leaves
@@ -44,14 +43,13 @@ class Conversation:
         """Load the model of a config. Raises ConfigError."""
         self.cfg = cfg
         device = dist.init(find_device(cfg.device))
-        folder = find_model(original_model(cfg.model.path))
+        folder, load_policy = find_loader(cfg.model.path)
         self.tokenizer = leaves.through("tokenizer", cfg, Tokenizer(folder, cfg.data, cfg.rollout.stop or ()))
         self.longest = min(read_shape(folder).max_positions, cfg.own_longest or CONTEXT)
         spec = replace(engine_spec(cfg, device, self.tokenizer, self.longest), slots=1)
         kind, spec = fit_engine(cfg.rollout.engine, spec)
         self.engine, _ = leaves.through("engine", cfg, (start_engine(kind, spec), self.tokenizer))
-        policy = weights_of(cfg.model.path).policy(cfg.model.path, spec.folder, spec.dtype)
-        self.engine.sync(policy)
+        self.engine.sync(load_policy(spec.folder, spec.dtype))
         self.problems: Iterator[Problem] | None = None  # of data.eval, once one is asked for
         self.messages, self.row = [], {}
 
@@ -86,8 +84,11 @@ class Conversation:
         seed = dist.seed_for(cfg.seed, len(self.messages), "chat")
         request = Request(Prompt("chat", ids, "", self.row), seed, limit)
         sample, = self.engine.generate([request], cfg.eval.temperature, cfg.eval.top_p, "tokens")
-        text = tokenizer.read(sample.ids)
-        self.messages += [*asked, {"role": "assistant", "content": text}]
+        text = content = "".join(tokenizer.read(sample))
+        if len(sample.turns) > 1:  # the next prompt repeats the marks between turns
+            ids = sample.ids[:-1] if sample.ids[-1] in tokenizer.ends else sample.ids
+            content = tokenizer.opened + tokenizer.decode(ids, special=True)
+        self.messages += [*asked, {"role": "assistant", "content": content}]
         return text if sample.finished else f"{text} [cut off after {sample.own} tokens]"
 
 
@@ -99,7 +100,7 @@ def open_config(target: str, names: list[str] | None, overrides: list[str]) -> C
         policies = [run / "hf", *step_folders(run / "checkpoints")]
         if not policies[-1].is_dir():
             raise ConfigError(f"{run} has neither an export nor a checkpoint yet (checkpoint.every)")
-        names, target = names or [str(run / "config.yaml")], str(policies[-1])
+        names, target = names or run / "config.yaml", str(policies[-1])
     return config.with_value(config.load(names or "eval/default.yaml", overrides), "model.path", target)
 
 

@@ -35,35 +35,32 @@ class Sampler:
     seed: int
     graded: bool = True  # by the verifier: every problem has an answer
 
-    def rollout(self, draws: list[PromptDraw], numbers: list[range] | None = None) -> list[Group]:
-        """Sample o_1 .. o_G ~ pi_old(. | q) for the draws that are kept, or other `numbers` of completions of
-        each; every rank gets all groups."""
+    def rollout(self, draws: list[PromptDraw], numbers: range | None = None) -> list[Group]:
+        """Sample o_1 .. o_G ~ pi_old(. | q) for the draws that are kept, or the completions of each that have
+        other `numbers`; every rank gets all groups."""
         kept = [draw for draw in draws if draw.kept]
-        numbers = numbers or [range(self.sampling.group_size)] * len(kept)
+        numbers = numbers or range(self.sampling.group_size)
         requests = []
-        for draw, own in zip(kept, numbers, strict=True):
-            for g in own:
+        for draw in kept:
+            for g in numbers:
                 seed = sample_seed(self.seed, draw.epoch, draw.prompt.id, g)
                 requests.append(Request(draw.prompt, seed, self.sampling.max_new_tokens))
         samples = iter(self.complete(requests))
-        return [Group(draw.prompt, tuple(islice(samples, len(own))))
-                for draw, own in zip(kept, numbers, strict=True)]
+        return [Group(draw.prompt, tuple(islice(samples, len(numbers)))) for draw in kept]
 
     def complete(self, requests: list[Request]) -> list[Sample]:
         """Sample the new tokens of each request. Each rank samples its `local_slice`, and gets all."""
         shown = "rollout" if dist.rank() == 0 else None
         mine = self.engine.generate(dist.local_slice(requests), self.sampling.temperature, progress=shown)
-        by_rank = [[] for _ in range(dist.world_size())]
-        for first in range(0, int(dist.max_over_ranks(len(mine))), GATHER_BLOCK):
-            blocks = dist.gather([mine[first:first + GATHER_BLOCK]])
-            for arrived, block in zip(by_rank, blocks, strict=True):
-                arrived += block
-        return list(chain.from_iterable(by_rank))
+        rounds = [dist.gather([mine[first:first + GATHER_BLOCK]])
+                  for first in range(0, int(dist.max_over_ranks(len(mine))), GATHER_BLOCK)]
+        blocks = chain.from_iterable(zip(*rounds, strict=True))  # of rank 0 in order, then of rank 1, ...
+        return list(chain.from_iterable(blocks))
 
     def score(self, groups: list[Group]) -> Rewards:
         """Score the completions of whole groups. Each rank scores its `local_slice`; all get all rewards."""
         answered = [(sample, group.prompt) for group in groups for sample in group.samples]
-        completions = [(self.tokenizer.read(sample.ids[:sample.end]), prompt, sample.own)
+        completions = [(self.tokenizer.read(sample), prompt, sample.own)
                        for sample, prompt in dist.local_slice(answered)]
         names = list_components(self.reward, self.graded)
         values = score(completions, self.sampling.max_new_tokens, self.reward, self.graded)
@@ -277,5 +274,4 @@ def reward_midpoint(reward: Reward, differ_in: str) -> float:
     weights = {"accuracy": 1.0}
     if differ_in == "reward":
         weights = {name: weight for name, weight in reward.weights.items() if name not in LENGTH_COMPONENTS}
-    low, high = reward_range(weights)
-    return (low + high) / 2
+    return sum(reward_range(weights)) / 2

@@ -28,7 +28,7 @@ from settings.loader import (
     flatten,
     frozen,
 )
-from settings.paths import find_path, user_path
+from settings.paths import PLACES, settle, user_path
 from settings.rules import all_rules
 
 ROOT = Path(__file__).parent
@@ -52,8 +52,10 @@ class Model:
 
 @frozen
 class Data:
-    train: str                     # .jsonl, .csv, .parquet, a named set or user/set:config:split on the hub
-    eval: str | None               # one or several of the same, separated by commas; null: train without
+    # files (.jsonl, .json, .csv, .tsv, .parquet, these as .gz), folders or patterns of them, named sets or
+    # user/set:config:split on the hub; several in a list, or separated by commas
+    train: str | list[str]
+    eval: str | list[str] | None   # the same; null: train without
     dir: str | None = None         # folder that holds the named sets; null: from the hub
     # Winnow's name: your column's name; a dot reaches into a nested column (reward_model.ground_truth).
     # Named sets ignore it.
@@ -266,9 +268,10 @@ def build(raw: dict) -> Config:
     """Make a config of nested dicts, with the sections of the leaves that it names. Raises ConfigError."""
     try:
         return settings.build(type_of(raw), raw)
-    except ConfigError:
-        settings.build(with_leaves(leaves.LEAVES), raw)  # its error names all that there is
-        raise
+    except ConfigError as error:
+        from settings.hints import with_hint
+
+        raise with_hint(error, with_leaves(leaves.LEAVES), raw) from None
 
 
 def load(names: str | Path | list[str], overrides: list[str] = ()) -> Config:
@@ -278,15 +281,17 @@ def load(names: str | Path | list[str], overrides: list[str] = ()) -> Config:
     """
     given = names if isinstance(names, list) else [names]
     paths = [settings.locate(name, Path(), CONFIGS) for name in given]
-    files = [layer for path in paths for layer in settings.read_layers(path, CONFIGS).values()]
+    layers = [layer for path in paths for layer in settings.read_layers(path, CONFIGS).items()]
+    PLACES[:-1] = dict.fromkeys(file.parent for file, _ in reversed(layers))
     changes = reduce(settings.merge, [settings.override(text, type_of) for text in overrides], {})
-    raw = reduce(settings.merge, [*files, changes], settings.first_kinds(Config))
+    raw = reduce(settings.merge, [*(raw for _, raw in layers), changes], settings.first_kinds(Config))
     raw = leaves.through("read", raw, raw)
     cfg = build({"out": f"runs/{'_'.join(path.stem for path in paths)}"} | raw)
     own = chain.from_iterable(leaves.stated(cfg, "PATHS"))
-    for key in ("reward.custom_file", "data.chat_template", *own):
-        file = flatten(cfg)[key]
-        cfg = with_value(cfg, key, file and str(find_path(file)))
+    for key in ("model.path", "data.train", "data.eval", "data.dir", "data.chat_template",
+                "reward.custom_file", *own):
+        given = flatten(cfg)[key]
+        cfg = with_value(cfg, key, given if given is None else settle(given))
     cfg = replace(cfg, out=str(user_path(cfg.out)))
     for key, fine, allowed in all_rules(cfg):
         if not fine:

@@ -8,13 +8,12 @@ A solution in the place of the answer is taken apart as a completion is: its las
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
-from infra.named_sets import NAMED_SETS, find_file, find_named, read_named
+from infra.named_sets import NAMED_SETS, find_files, read_named
 from infra.rows import (
-    READERS,
     Columns,
     columns_of,
     find_cell,
@@ -40,25 +39,45 @@ LONGEST_ANSWER = 40  # words of a final answer; a longer one is a solution
 NO_ANSWER = "; without answers give weight to reward.boxed, format, overlong or custom alone"
 
 
-def load_problems(name: str, folder: str | None = None, training: bool = False,
+def load_problems(names: str, folder: str | None = None, training: bool = False,
                   columns: Columns | None = None, answers: bool = True) -> list[Problem]:
-    """Load a file of READERS, a named set (infra/named_sets.py), or a hub name "user/set:config:split".
+    """Load files, folders or patterns of them, named sets (infra/named_sets.py) and hub names
+    "user/set:config:split", separated by commas.
 
     `folder` (data.dir) holds the files of named sets; without it they come from the hub. `columns` is
     data.columns, which named sets ignore; with `answers` every row must have one. `training` leaves out rows
-    that are marked as doubtful (DOUBTFUL_ROWS). Stderr has their number, and a named set's unexpected size.
-    Raises ConfigError with file and line for a malformed row, and for ids that repeat.
+    that are marked as doubtful (DOUBTFUL_ROWS), and counts rows that repeat. Stderr has their numbers, and a
+    named set's unexpected size. Of several files ids begin with the file's number. Raises ConfigError with
+    file and line for a malformed row, and for ids that repeat.
     """
-    columns, size = columns or {}, None
-    if Path(name).suffix in READERS:
-        path = find_file(name)
-    else:
-        path = find_named(name, folder)
-        if name in NAMED_SETS:
-            columns, size = {}, NAMED_SETS[name][0]
+    files = [(name, path) for name in map(str.strip, names.split(","))
+             for path in find_files(name, folder) or [None]]
+    problems = {}
+    for number, (name, path) in enumerate(files):
+        before = f"{number}/" * (len(files) > 1)
+        for problem in load_file(name, path, training, columns or {}, answers):
+            own_id = before + problem.id
+            if own_id in problems:
+                raise ConfigError(
+                    f"{names}: id {own_id!r} occurs twice; ids must differ, or be left out of every line")
+            problems[own_id] = replace(problem, id=own_id)
+    rows = {(problem.question, str(problem.messages), problem.answer) for problem in problems.values()}
+    repeated, differing = len(problems) - len(rows), len(rows) - len({row[:2] for row in rows})
+    if training and repeated + differing:
+        print(f"{names}: of {len(problems)} rows {repeated} repeat another one, and {differing} have another "
+              "answer to the same question; all are trained on", file=sys.stderr)
+    return list(problems.values())
+
+
+def load_file(name: str, path: Path | None, training: bool, columns: Columns, answers: bool) -> list[Problem]:
+    """Load one of a set's files, or a set without files."""
+    size = None
+    if name in NAMED_SETS:
+        columns, size = {}, NAMED_SETS[name][0]
     if path:
-        rows = try_first(path, lambda: list(READERS[path.suffix](path)),
-                         seconds=SECONDS + path.stat().st_size / 1e6)
+        from infra.files import read_rows  # sets of the hub have none
+
+        rows = try_first(path, lambda: list(read_rows(path)), seconds=SECONDS + path.stat().st_size / 1e6)
     rows = [(place, with_letters(row)) for place, row in (rows if path else read_named(name))]
     columns = columns_of(name, [row for _, row in rows], columns)
     if path is None and answers:  # two of MATH's box none, and a user cannot mend them
@@ -69,16 +88,9 @@ def load_problems(name: str, folder: str | None = None, training: bool = False,
         print(f"{name} holds {len(rows)} problems here, not {size}", file=sys.stderr)
     for mark, why in DOUBTFUL_ROWS.items() if training else ():
         rows = leave_out(rows, lambda row, mark=mark: row[0].get(mark), f"{name}: ", f"problems {why} and")
-    problems = [to_problem(*row, columns, answers) for row in rows]
-    if not problems:
-        raise ConfigError(f"{name} holds no problems")
-    ids = set()
-    for problem in problems:
-        if problem.id in ids:
-            raise ConfigError(
-                f"{name}: id {problem.id!r} occurs twice; ids must differ, or be left out of every line")
-        ids.add(problem.id)
-    return problems
+    if not rows:
+        raise ConfigError(f"{path or name} holds no problems")
+    return [to_problem(*row, columns, answers) for row in rows]
 
 
 def leave_out(items: list, is_out: Callable[[Any], Any], source: str, why: str) -> list:
@@ -134,16 +146,21 @@ def to_problem(row: dict, place: str, default_id: str, columns: Columns, needs_a
 
 
 def drop_overlap(problems: list[Problem], evaluated: list[Problem]) -> list[Problem]:
-    """Leave out problems of an evaluation set, by question or messages without spaces and case; print their
-    number."""
+    """Leave out problems of an evaluation set, and print their number.
 
-    def spelling(problem: Problem) -> str:
-        texts = [message["content"] for message in problem.messages] or [problem.question]
-        return "".join("".join(texts).lower().split())
+    Two are the same if the user's last messages ask the same, or if one stands in the other, beside an
+    instruction for instance.
+    """
+    from infra.spelling import runs_of  # for those who evaluate
 
-    evaluated_spellings = set(map(spelling, evaluated))
-    kept = leave_out(problems, lambda problem: spelling(problem) in evaluated_spellings, "",
-                     "training problems are evaluated on and")
+    runs = [runs_of(problem.question) for problem in evaluated]
+    within, wholes = set().union(*runs), {whole for whole, *_ in runs}
+
+    def is_out(problem: Problem) -> bool:
+        own = runs_of(problem.question)
+        return own[0] in within or not wholes.isdisjoint(own)
+
+    kept = leave_out(problems, is_out, "", "training problems are evaluated on and")
     if not kept:
         raise ConfigError(
             "data.train holds no problem that data.eval does not hold too; set one of them to another")

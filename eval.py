@@ -21,7 +21,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -120,8 +120,8 @@ def answer_problems(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, sam
     they come.
     """
     stored = store.responses[held_out.name] if store else {}
-    requests = [(i, k) for i in range(len(held_out.prompts)) for k in range(sampling.n)]
-    missing = [(i, k) for i, k in requests if (held_out.problems[i].id, k) not in stored]
+    requests = [(prompt, k) for prompt in held_out.prompts for k in range(sampling.n)]
+    missing = [(prompt, k) for prompt, k in requests if (prompt.id, k) not in stored]
     chunk = store.chunk if store else len(requests)
     for start in range(0, len(missing), chunk):
         label, before = progress, len(requests) - len(missing) + start
@@ -138,32 +138,34 @@ def answer_problems(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, sam
              "responses": [stored[p.id, k] for k in range(sampling.n)]} for p in held_out.problems]
 
 
-def sample_responses(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, requests: list[tuple[int, int]],
-                     sampling: Sampling, progress: str | None) -> list[dict]:
-    """Sample and judge the k-th answer to the i-th prompt for each (i, k) requested. All ranks return all.
+def sample_responses(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet,
+                     requests: list[tuple[Prompt, int]], sampling: Sampling, progress: str | None,
+                     ) -> list[dict]:
+    """Sample and judge the k-th answer to a prompt for each (prompt, k) requested. All ranks return all.
 
     Each answer has a seed of its own, so neither the number of ranks nor the other requests change it, up to
     rounding.
     """
-    local = [(held_out.prompts[i], k) for i, k in dist.local_slice(requests)]
+    local = dist.local_slice(requests)
     asked = [Request(prompt, dist.seed_for(sampling.seed, prompt.id, k, "eval"), sampling.max_new_tokens)
              for prompt, k in local]
     samples = engine.generate(asked, sampling.temperature, sampling.top_p, progress)
-    answers = [(tokenizer.read(sample.ids[:sample.end]), prompt, sample.own)
+    answers = [(tokenizer.read(sample), prompt, sample.own)
                for (prompt, _), sample in zip(local, samples, strict=True)]
     judged = grade_responses(answers, held_out, sampling.max_new_tokens)
     responses = []
-    for (text, prompt, tokens), (_, k), sample, verdict in zip(answers, local, samples, judged, strict=True):
+    for (turns, prompt, tokens), (_, k), sample, verdict in zip(answers, local, samples, judged, strict=True):
         responses.append({"id": prompt.id, "k": k, "tokens": tokens, "finished": sample.finished,
-                          "text": text} | verdict)
+                          "text": turns[-1]} | verdict | ({"turns": turns} if len(turns) > 1 else {}))
     return dist.gather(responses)
 
 
-def grade_responses(answers: list[tuple[str, Prompt, int]], held_out: EvalSet, longest: int) -> list[dict]:
-    """Grade answers (text, prompt, tokens) if the set has gold ones, and score them by its reward."""
+def grade_responses(answers: list[tuple[Sequence[str], Prompt, int]], held_out: EvalSet,
+                    longest: int) -> list[dict]:
+    """Grade answers (turns, prompt, tokens) if the set has gold ones, and score them by its reward."""
     judged = [{} for _ in answers]
     if held_out.graded:
-        judged = grade([(prompt.answer, text) for text, prompt, _ in answers])
+        judged = grade([(prompt.answer, turns[-1]) for turns, prompt, _ in answers])
     if held_out.reward is None:
         return judged
     from reward import list_components, score

@@ -4,8 +4,8 @@ Dimension key:  N prompts (groups) rolled out in one step,  G completions per pr
 """
 
 import math
-from fractions import Fraction
 from functools import lru_cache
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -21,8 +21,7 @@ from settings import kinds
 @lru_cache(maxsize=2)  # a step may end one epoch and begin the next
 def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
     """Permute `count` prompts for one epoch: a pure function of (seed, epoch)."""
-    bits = np.random.Philox(seed_for(seed, epoch, "order"))
-    return np.random.Generator(bits).permutation(count)
+    return np.random.Generator(np.random.Philox(seed_for(seed, epoch, "order"))).permutation(count)
 
 
 def sample_seed(seed: int, epoch: int, prompt_id: str, g: int) -> int:
@@ -63,8 +62,6 @@ class PromptHistory:
         # By the number of the prompt.
         self.records = np.zeros(0 if pruning.kind == "none" else self.per_epoch, RECORD)
         self.records["size"] = math.nan
-        self.known = 0            # prompts with a size
-        self.total = Fraction(0)  # of all sizes: exact, so that their order changes no bit of the mean
         explore = getattr(pruning, "explore", 0.5)
         self.explore = explore, explore  # GRESO's p for easy and for hard prompts
 
@@ -118,12 +115,14 @@ class PromptHistory:
         """Gather the history of these prompts for prune.PROMPTS."""
         records = self.records[numbers]
         flat_K = torch.from_numpy(records["flat"].astype(np.float64))
+        sizes = self.records["size"]
+        known = sizes[~np.isnan(sizes)]
         return Memory(
-            size_K=torch.from_numpy(records["size"].copy()),
+            size_K=torch.from_numpy(records["size"]),
             skipped_K=torch.from_numpy(records["skipped"].astype(np.float64)),
             easy_K=flat_K.clamp(min=0),
             hard_K=(-flat_K).clamp(min=0),
-            mean=float(self.total) / self.known if self.known else math.nan,
+            mean=fmean(known) if len(known) else math.nan,  # of an exact sum, whatever the order
             explore=self.explore,
             rows=[self.prompts[k].row for k in numbers],
         )
@@ -139,23 +138,18 @@ class PromptHistory:
         shows_N = has_comparison(value_NG)
         for n, draw in enumerate(rolled.kept):
             if shows_N[n]:
-                before, flat, _ = self.records[draw.number].item()
-                if math.isnan(before):
-                    self.known, before = self.known + 1, 0.0
-                size = size_N[n].item()
-                self.total += Fraction(size) - Fraction(before)
+                flat = self.records["flat"][draw.number]
                 easy = max(flat, 0) + 1 if easy_N[n] else 0
                 hard = max(-flat, 0) + 1 if hard_N[n] else 0
-                self.records[draw.number] = size, easy - hard, 0
+                self.records[draw.number] = size_N[n].item(), easy - hard, 0
 
     def adapt(self, rolled: Rolled) -> None:
         """Move GRESO's p (`adapt_p`) by a step's flat groups, from the second epoch on."""
         if self.adapts and rolled.draws[-1].epoch > 0:
             value_NG = rolled.rewards.compared_NG
             value_NG = value_NG[has_comparison(value_NG)]
-            easy_N, hard_N = mark_easy_and_hard(value_NG, self.middle)
-            easy = easy_N.double().mean().nan_to_num().item()
-            hard = hard_N.double().mean().nan_to_num().item()
+            marked = mark_easy_and_hard(value_NG, self.middle)
+            easy, hard = (flags_N.double().mean().nan_to_num().item() for flags_N in marked)
             self.explore = adapt_p(self.explore, easy, hard, self.pruning.target)
 
     def state(self) -> dict:
@@ -167,7 +161,6 @@ class PromptHistory:
             "explore": self.explore,
             "known": torch.from_numpy(np.packbits(known_K)),
             "records": torch.from_numpy(self.records[known_K].view(np.uint8)),
-            "total": self.total.as_integer_ratio(),
         }
 
     def restore(self, state: dict) -> None:
@@ -175,5 +168,3 @@ class PromptHistory:
         self.explore = state["explore"]
         known_K = np.unpackbits(state["known"].numpy(), count=len(self.records)).astype(bool)
         self.records[known_K] = state["records"].numpy().view(RECORD)
-        self.known = int(known_K.sum())
-        self.total = Fraction(*state["total"])

@@ -165,9 +165,8 @@ def make_optimizers(model: nn.Module, optim: kinds.Optim) -> Optimizers:
 
 def adamw(model: nn.Module, trained: list[nn.Parameter], optim: kinds.AdamW) -> tuple[torch.optim.AdamW]:
     """Make AdamW with its moments allocated now, so a checkpoint can be loaded before the first step."""
-    betas = optim.beta1, optim.beta2
     optimizer = torch.optim.AdamW(
-        trained, lr=optim.lr, betas=betas, weight_decay=optim.weight_decay, fused=True)
+        trained, optim.lr, (optim.beta1, optim.beta2), weight_decay=optim.weight_decay, fused=True)
     for p in trained:
         optimizer.state[p] = {
             "step": torch.zeros((), device=dist.local_shard(p).device),
@@ -248,7 +247,7 @@ def texts_of_run(run: Path, source: Path) -> dict[str, str]:
     """Write what the run's own export has in place of the source's files; nothing for a checkpoint alone."""
     if not (run / "config.yaml").is_file():
         return {}
-    cfg = config.load(str(run / "config.yaml"))
+    cfg = config.load(run / "config.yaml")
     template = run / COPIES["data.chat_template"]
     data = replace(cfg.data, chat_template=str(template)) if template.is_file() else cfg.data
     return prompted_files(Tokenizer(source, data, cfg.rollout.stop or ()), data.system_prompt)

@@ -5,7 +5,6 @@ Dimension key:  N groups,  G completions per group,  C completion tokens of one 
 
 import hashlib
 import math
-import resource
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from torch import Tensor
 from advantage import flat_groups, has_comparison
 from config import Pack
 from infra import dist
+from infra.device import used_bytes
 from loss import RowLoss
 from pack import row_cost
 from records import Batch, Metrics, PreparedRow, Rolled, pending, plain
@@ -103,11 +103,14 @@ def list_decisions(rolled: Rolled, batch: Batch) -> dict:
     """
     trained = {}
     pruned = batch.pruned
-    for draw, place, prob_G, weight_G in zip(
-            batch.draws, batch.places, pruned.prob_NG.tolist(), pruned.weight_NG.tolist(), strict=True):
-        trained[draw] = {"place": place, "completion_prob": prob_G, "completion_weight": weight_G}
-    for draw, weights_G in zip(batch.draws, batch.tokens or (), strict=False):
-        trained[draw]["completion_tokens"] = list(map(len, weights_G))
+    for n, draw in enumerate(batch.draws):
+        trained[draw] = {
+            "place": batch.places[n],
+            "completion_prob": pruned.prob_NG[n].tolist(),
+            "completion_weight": pruned.weight_NG[n].tolist(),
+        }
+        if batch.tokens:
+            trained[draw]["completion_tokens"] = list(map(len, batch.tokens[n]))
     name, value_NG = "reward", rolled.rewards.total_NG
     if "accuracy" in rolled.rewards.components:
         name, value_NG = "right", (rolled.rewards.components["accuracy"] == 1).int()
@@ -247,14 +250,6 @@ class PassSums:
 
 
 # ---- memory in use
-
-def used_bytes(device: torch.device) -> float:
-    """Return the bytes that this rank has taken; torch gives nothing back, so this is a peak."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return total - free
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
 
 def memory_metrics(device: torch.device, engine: object) -> Metrics:
     """Measure the most memory of a GPU, or else of a process, that was in use so far. Collective."""

@@ -112,9 +112,8 @@ class Sample:
     def length(self) -> int:
         return len(self.ids)
 
-    # Tokens of the policy: all, those that this step trains on, those that it has sampled; and the place
-    # behind the last of them.
-    own = trained = fresh = end = length
+    # Tokens of the policy: all, those that this step trains on, and those that it has sampled.
+    own = trained = fresh = length
 
     @property
     def turns(self) -> list[tuple[int, int]]:
@@ -148,6 +147,11 @@ class Request:
     seed: int
     limit: int                    # tokens to sample at most, replies apart
     so_far: Sample | None = None  # sampled before
+
+    @property
+    def tokens_before(self) -> tuple[int, ...]:
+        """Return the tokens that new ones follow: the prompt's, and those of the completion so far."""
+        return (*self.prompt.ids, *self.so_far.ids) if self.so_far else self.prompt.ids
 
 
 @frozen
@@ -275,11 +279,6 @@ class Segments:
         starts = [[*accumulate(queries, initial=0)], [*accumulate(keys, initial=0)]]
         start_2S = torch.tensor(starts, dtype=torch.int32, device=key_K.device)
         return Segments(tuple(queries), tuple(keys), key_K, start_2S)
-
-    @staticmethod
-    def plain(lengths: Sequence[int], device: torch.device | None = None) -> "Segments":
-        """Make segments that share nothing: each attends to itself."""
-        return Segments.of(lengths, lengths, torch.arange(sum(lengths), device=device))
 
 
 @frozen

@@ -84,7 +84,7 @@ def read_step(folder: Path, step: int) -> tuple[dict, dict]:
     if step not in decided:
         raise ConfigError(f"--step {step}: {folder} has done {max(decided, default=0)} steps")
     # The policy is there before the first step, and in each checkpoint that has its list of files.
-    whole = [step_of(path.name) for path in step_folders(folder / "checkpoints") if read_list(path)]
+    whole = [step_of(path) for path in step_folders(folder / "checkpoints") if read_list(path)]
     able = [before + 1 for before in (0, *whole) if before < max(decided)]
     if step not in able:
         raise ConfigError(

@@ -111,10 +111,9 @@ def watch(folders: list[Path], out: Path, level: float | None, seconds: int) -> 
             path = write_report(folders, out, level, refresh=seconds)
             print(f"{datetime.now():%H:%M:%S}  {path}", file=sys.stderr)
             sleep(seconds)
-    except KeyboardInterrupt:
-        write_report(folders, out, level)  # a page that does not wait for another
-        raise
-    return write_report(folders, out, level)
+    finally:  # a page that does not wait for another, after Ctrl-C too
+        path = write_report(folders, out, level)
+    return path
 
 
 def main() -> int:

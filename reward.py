@@ -10,6 +10,7 @@ called by leaves/own_rewards. A component that is nan for a completion adds noth
 import math
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -17,7 +18,7 @@ from config import NEED_ANSWER, Reward
 from infra.terminal import new_parser
 from records import Problem, Prompt, frozen
 from settings import leaves
-from verify.extract import NUMBER, last_boxed, last_tag, until_end
+from verify.extract import NUMBER, last_boxed, last_tag
 from verify.grade import grade
 from verify.number import number
 
@@ -26,7 +27,7 @@ from verify.number import number
 class Completion:
     """A completion and its gold answer, as a component reads them."""
 
-    text: str         # up to the first end token, if one is written as text (<|im_end|>)
+    text: str         # the policy's last turn, before the token that ends it
     gold: str
     tokens: int       # sampled, the EOS among them
     longest: int      # tokens that were allowed
@@ -123,33 +124,35 @@ def list_components(cfg: Reward, graded: bool = True) -> list[str]:
 
 
 def score(
-    completions: list[tuple[str, Problem | Prompt, int]],
+    completions: list[tuple[Sequence[str], Problem | Prompt, int]],
     longest: int,
     cfg: Reward,
     graded: bool = True,
 ) -> list[list[float]]:
-    """Compute the values of `list_components` for each (text, problem, tokens) of up to `longest` tokens.
+    """Compute the values of `list_components` for each (turns, problem, tokens) of up to `longest` tokens.
+
+    The last turn is the policy's, which is graded. The user's functions may ask for those before it too.
 
     The components are unweighted; accuracy is nan if the problem has no answer. REPORTED_RATES are 1 or 0: an
     answer is missing or cannot be read; a verifier or a user's function took too long; a strict and a lenient
     grade disagree on a gold answer that is a number. The last one is 1 if a user's function died.
     """
-    texts = [until_end(text) for text, _, _ in completions]
     # The user's functions and the verifier work in other processes: all calls start before one is awaited.
     calls = [None] * len(completions)
     own = own_rewards() if cfg.custom_file else None
     if own:
         file = own.RewardFile.of(cfg)
-        for i, (_, problem, tokens) in enumerate(completions):
-            calls[i] = own.start_call(file, problem, texts[i], tokens)
+        for i, (turns, problem, tokens) in enumerate(completions):
+            calls[i] = own.start_call(file, problem, turns, tokens)
     grades = [{} for _ in completions]
     if graded:
-        grades = grade([(problem.answer, text if problem.answer else "") for text, problem, _ in completions])
+        asked = [(problem.answer, turns[-1] if problem.answer else "") for turns, problem, _ in completions]
+        grades = grade(asked)
     names = list_components(cfg, graded)
     rows = []
-    for text, (_, problem, tokens), call, judged in zip(texts, completions, calls, grades, strict=True):
+    for (turns, problem, tokens), call, judged in zip(completions, calls, grades, strict=True):
         verdict = judged.get("verdict")
-        c = Completion(text, problem.answer, tokens, longest, verdict == "right", cfg)
+        c = Completion(turns[-1], problem.answer, tokens, longest, verdict == "right", cfg)
         values = {name: COMPONENTS[name][0](c) for name in names if name in COMPONENTS}
         values["unparsed"] = verdict == "unparsed"
         values["timed_out"] = verdict == "timed_out"

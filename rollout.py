@@ -27,11 +27,6 @@ Engine = Any           # it has `eos_ids`, `sync`, `generate` and `sleep`, as To
 PREFILL_TOKENS = 4096  # prompt tokens, padded, that TorchEngine computes at once
 
 
-def tokens_before(request: Request) -> Ids:
-    """Return the tokens that new ones follow: the prompt's, and those of the completion so far."""
-    return (*request.prompt.ids, *request.so_far.ids) if request.so_far else request.prompt.ids
-
-
 def sample_tokens(logits_SV: Tensor, uniform_S: Tensor, temperature: float, top_p: float,
                   ) -> tuple[Tensor, Tensor]:
     """Draw one token per row; its log-prob is in nats, before top-p. Temperature 0 takes the likeliest.
@@ -137,8 +132,7 @@ class Cache:
 
     def compute(self, ids: list[int], positions: list[int], rows: list[int], attend: Attend) -> Tensor:
         """Compute tokens together, those with a row (none: -1) into it. Returns their final hidden states."""
-        ids_T, position_T, row_T = (
-            torch.tensor(x, dtype=torch.long, device=self.device) for x in (ids, positions, rows))
+        ids_T, position_T, row_T = torch.tensor([ids, positions, rows], device=self.device)
         place_P = (row_T >= 0).nonzero()[:, 0]
         row_P, position_P = row_T[place_P], position_T[place_P]
 
@@ -248,7 +242,7 @@ class Decoding:
         self.stops = engine.stops
         self.sampling = temperature, top_p
         self.count = count
-        prompts = [tokens_before(request) for request in requests]
+        prompts = [request.tokens_before for request in requests]
         number_of = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
         self.cache = self.make_cache(engine.model, engine.attention, slots, [*number_of], longest)
         self.prompt_N = [*map(number_of.get, prompts), -1]
@@ -401,8 +395,7 @@ def group_by_size(sizes: dict[int, int]) -> list[list[int]]:
 
 def draw_uniforms(seed: int, count: int) -> np.ndarray:
     """Draw numbers in [0, 1) for the tokens of a sample; a seed gives the same ones anywhere (Philox)."""
-    bits = np.random.Philox(seed)
-    return np.random.Generator(bits).random(count)
+    return np.random.Generator(np.random.Philox(seed)).random(count)
 
 
 def start_engine(kind: str, spec: EngineSpec) -> Engine:

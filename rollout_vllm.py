@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from config import ConfigError
 from infra import dist
-from infra.device import VLLM_VERSION, cache_bytes
+from infra.device import VLLM_VERSION, cache_bytes, used_bytes
 from infra.weights import compare_shapes
 from model import Decoder, empty_model
 from records import EngineSpec, Request, Sample
@@ -66,14 +66,13 @@ class VLLMEngine:
 
         Names and shapes are compared first: vLLM cannot recover from a failed load.
         """
-        tensors = policy.named_hf_tensors(merged=False)
-        if wrong := compare_shapes(self.expected.items(), tensors):
+        if wrong := compare_shapes(self.expected.items(), policy.named_hf_tensors(merged=False)):
             raise ValueError(f"the policy does not fit the engine at {wrong}, in the policy")
         if self.sleeps:
             self.note_peak()
             self.llm.wake_up(["weights"])
-        tensors = policy.named_hf_tensors()
-        stream = ((name, dist.gather_full(t, self.device, self.dtype)) for name, t in tensors)
+        stream = ((name, dist.gather_full(t, self.device, self.dtype))
+                  for name, t in policy.named_hf_tensors())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
         if self.sleeps:
             self.llm.wake_up(["kv_cache"])
@@ -91,9 +90,7 @@ class VLLMEngine:
 
     def note_peak(self) -> None:
         """Look at the device's memory. torch counts the engine's as allocated while it is given up."""
-        if self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
-            self.peak_bytes = max(self.peak_bytes, total - free)
+        self.peak_bytes = max(self.peak_bytes, used_bytes(self.device))
 
     def generate(
         self,
@@ -115,8 +112,7 @@ class VLLMEngine:
             by_rank = dist.gather(by_rank)[dist.rank() - first:][:self.tensor_parallel]
         asked, params = [], []
         for request in chain.from_iterable(by_rank):
-            so_far = request.so_far.ids if request.so_far else ()
-            asked.append({"prompt_token_ids": [*request.prompt.ids, *so_far]})
+            asked.append({"prompt_token_ids": [*request.tokens_before]})
             params.append(self.params(
                 seed=request.seed,
                 temperature=temperature,

@@ -79,8 +79,8 @@ def split_prompts(seed: int, step: int, offered: int, count: int) -> list[list[i
 
 def minibatch(learner: Learner, batch: Batch, places: list[int]) -> Minibatch:
     """Weigh the completions of the prompts offered at these places by the mini-batch's own denominator."""
-    group_at = {place: n for n, place in enumerate(batch.places)}
-    members = [group_at[place] for place in places if place in group_at]
+    here = set(places)
+    members = [n for n, place in enumerate(batch.places) if place in here]
     groups, drawn, loss = [batch.groups[n] for n in members], batch.pruned, learner.loss
     pruned = Pruned(drawn.keep_NG[members], drawn.weight_NG[members], drawn.prob_NG[members])
     len_NG = lengths(groups, batch.adv_NG.shape[1]) * ~batch.reward_NG[members].isnan()
@@ -155,8 +155,8 @@ def effective_share(passed: list[tuple[PreparedRow, RowLoss]]) -> float:
     # Over the largest w, which changes no share: the w of a long completion may be beyond any float.
     highest = dist.max_over_ranks(max(nats, default=-math.inf))
     ratios = [math.exp(gap - highest) for gap in nats]
-    count, first, second = len(ratios), sum(ratios), sum(ratio ** 2 for ratio in ratios)
-    total = dist.sum_over_ranks({"count": count, "first": first, "second": second})
+    sums = {"count": len(ratios), "first": sum(ratios), "second": sum(ratio ** 2 for ratio in ratios)}
+    total = dist.sum_over_ranks(sums)
     return total["first"] ** 2 / (total["count"] * total["second"]) if total["count"] else 1.0
 
 

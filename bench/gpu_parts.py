@@ -37,7 +37,7 @@ from infra.choices import resolve_auto
 from infra.weights import read_shape
 from learner import Learner, build_learner, load_sharded
 from leaves.fit import counts, fit
-from metrics import Clock, memory_metrics, used_bytes
+from metrics import Clock, memory_metrics
 from model import BACKENDS, ChunkedLogProb, Decoder, log_prob, logits_gradient
 from prune import keep_largest
 from records import Batch, Group, Prompt, Row, Sample
@@ -409,7 +409,7 @@ def rollout(bench: Bench) -> None:
         seconds = repeated(partial(engine.generate, requests, 1.0), size.times)
         return {"ms a token": [1000 * spent / new for spent in seconds],
                 "sampled tokens/s": [slots * new / spent for spent in seconds],
-                "GiB in use": used_bytes(bench.device) / GIB}
+                "GiB in use": hardware.used_bytes(bench.device) / GIB}
 
     each(bench, {f"{slots} sequences": partial(measure, slots) for slots in size.slots})
 

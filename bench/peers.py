@@ -155,7 +155,8 @@ class Peer:
         def reward(completions, completion_ids, gold, **columns) -> list[float]:
             texts = [completion[0]["content"] for completion in completions]
             problems = [Problem("", "", answer) for answer in gold]
-            score(list(zip(texts, problems, map(len, completion_ids), strict=True)), LONGEST, settings)
+            answers = zip([(text,) for text in texts], problems, map(len, completion_ids), strict=True)
+            score(list(answers), LONGEST, settings)
             return drawn_rewards(regime.prompts, G, regime.flat).flatten().tolist()
 
         return reward

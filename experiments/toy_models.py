@@ -139,7 +139,7 @@ def batch_loss(model: decoder.Decoder, tokenizer: Tokenizer, texts: list[tuple[s
         position += range(length)
         lengths.append(length)
     ids_T, predict_C = torch.tensor(ids), torch.tensor(predict)
-    attend = decoder.sdpa_padded(Segments.plain(lengths))
+    attend = decoder.sdpa_padded(Segments.of(lengths, lengths, torch.arange(len(ids))))
     target_C = ids_T[predict_C + 1]
     logp_C = model(ids_T, torch.tensor(position), attend, predict_C, target_C, temperature=1.0)
     return -logp_C.mean()

@@ -16,8 +16,8 @@ from settings.paths import REPOSITORY
 
 # Beside all that is imported by name: the verifier is known by the hash of all its files (results.py), and
 # configs by the settings of all leaves.
-WHOLE = ("verify/*.py", "leaves/*/settings.py", "leaves/own_rewards/calls.py", "infra/families.yaml",
-         "LICENSE")
+WHOLE = ("verify/*.py", "leaves/*/settings.py", "leaves/own_rewards/calls.py", "infra/*.yaml",
+         "settings/*.yaml", "leaves/lora/*.json", "LICENSE")
 HOOKS = {"tokenizer", "task", "weights", "engine", "head"}  # of leaves, which an evaluation goes through
 
 

@@ -71,7 +71,7 @@ class Checkpoints:
         self.stager = DefaultStager(StagingOptions(use_pinned_memory=cuda, use_shared_memory=False,
                                                    use_async_staging=True, use_non_blocking_copy=cuda))
         self.worker = ThreadPoolExecutor(1)
-        self.copied: list[Future] = []
+        self.saves: list[dcp.AsyncSaveResponse] = []  # of the newest step, by role
         self.written: Future | None = None
         self.unsaved: tuple[int, dict] | None = None  # the newest step done, until it is saved
         self.seconds = 0.0  # that training has waited for saves since `metrics` was last called
@@ -89,22 +89,20 @@ class Checkpoints:
             fresh, extra_file = self.folder / f"step_{step:06d}.unfinished", io.BytesIO()
             if dist.rank() == 0:  # which writes it
                 torch.save({"step": step} | self.seal() | extra, extra_file)
-            self.copied, uploads = [], []
+            self.saves = []
             for name, role in self.roles.items():
                 # Without copies ahead the writer does not touch the GPU, which the trainer is using.
                 writer = dcp.FileSystemWriter(fresh / name, per_thread_copy_ahead=0)
-                save = dcp.async_save(tensors(*role), storage_writer=writer, process_group=self.groups[name],
-                                      async_checkpointer_type=AsyncCheckpointerType.THREAD,
-                                      async_stager=self.stager)
-                self.copied.append(save.staging_completion)
-                uploads.append(save.upload_completion)
-            self.written = self.worker.submit(self.finish, fresh, extra_file.getvalue(), uploads)
+                self.saves.append(dcp.async_save(
+                    tensors(*role), storage_writer=writer, process_group=self.groups[name],
+                    async_checkpointer_type=AsyncCheckpointerType.THREAD, async_stager=self.stager))
+            self.written = self.worker.submit(self.finish, fresh, extra_file.getvalue())
 
-    def finish(self, fresh: Path, extra: bytes, uploads: list[Future]) -> None:
+    def finish(self, fresh: Path, extra: bytes) -> None:
         """Wait for all ranks' files; then rank 0 publishes the checkpoint."""
         try:
-            for upload in uploads:
-                upload.result()
+            for save in self.saves:
+                save.upload_completion.result()
             if dist.rank() == 0:
                 (fresh / "extra.pt").write_bytes(extra)
             written = list_files(fresh, dist.rank()).items()
@@ -117,18 +115,14 @@ class Checkpoints:
             if dist.is_lost(reason):
                 raise reason from error
             free = shutil.disk_usage(self.folder).free / 2**20  # torch may hide the cause
-            before = "the checkpoint before it is whole: make room and go on with --resume"
-            if not step_folders(self.folder):
-                before = "there is none before it: make room and begin again with --resume auto"
             raise ConfigError(f"{fresh} could not be written, with {free:,.0f} MiB free there: {reason}; "
-                              f"{before}") from error
+                              f"make room; {how_to_go_on(self.folder.parent)}") from error
 
     def wait_for_copies(self) -> None:
         """Wait until the weights may change. Raises ConfigError if an earlier save has failed."""
         with self.standing_still():
-            for copy in self.copied:
-                copy.result()
-            self.copied = []
+            for save in self.saves:
+                save.staging_completion.result()
             if self.written and self.written.done():
                 self.wait()
 
@@ -174,9 +168,7 @@ class Checkpoints:
 def save_plainly(records: Any, path: Path) -> None:
     """Save a dataclass as dicts, lists and tensors, which torch.load reads without running code."""
     def plain_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        # A Sample's `scored` follows from its other fields.
-        return {name: value.tolist() if isinstance(value, array) else value
-                for name, value in pairs if name != "scored"}
+        return {name: value.tolist() if isinstance(value, array) else value for name, value in pairs}
 
     torch.save(asdict(records, dict_factory=plain_fields), path)
 
@@ -250,7 +242,7 @@ def publish(fresh: Path, keep: Keep, files: Files) -> None:
     fresh.rename(folder / name)
     replace(folder / "latest", name)
     if keep != "all":
-        so_far = [path for path in step_folders(folder) if step_of(path.name) <= step_of(name)]
+        so_far = [path for path in step_folders(folder) if step_of(path) <= step_of(fresh)]
         for old in so_far[:-keep]:
             shutil.rmtree(old, ignore_errors=True)  # the next save tries the rest again
 
@@ -258,11 +250,11 @@ def publish(fresh: Path, keep: Keep, files: Files) -> None:
 def step_folders(folder: Path) -> list[Path]:
     """List the checkpoints in a folder, the oldest first."""
     paths = folder.iterdir() if folder.is_dir() else ()
-    return sorted((path for path in paths if STEP.fullmatch(path.name)), key=lambda path: step_of(path.name))
+    return sorted((path for path in paths if STEP.fullmatch(path.name)), key=step_of)
 
 
-def step_of(name: str) -> int:
-    return int(name.removeprefix("step_"))
+def step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step_"))
 
 
 def how_to_go_on(run: Path) -> str:
@@ -277,8 +269,8 @@ def newest_checkpoints(folder: Path) -> list[Path]:
     Say so if it names another one than the newest."""
     pointer, steps = folder / "latest", step_folders(folder)[::-1]
     named = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
-    last = step_of(named) if STEP.fullmatch(named) else sys.maxsize
-    tried = sorted(steps, key=lambda path: step_of(path.name) > last)
+    last = step_of(folder / named) if STEP.fullmatch(named) else sys.maxsize
+    tried = sorted(steps, key=lambda path: step_of(path) > last)
     if steps and named not in ("", steps[0].name):
         print(f"{pointer} names {SHORT.repr(named)}, and the newest that is there is {steps[0].name}: "
               f"{tried[0].name} is taken; write the name of another one there to go on from it",
@@ -397,12 +389,12 @@ def require_same_ranks(made_of: dict[str, object]) -> None:
 def require_same_inputs(step: Path, began: dict[str, str], here: dict[str, str]) -> None:
     """Raise ConfigError if a checkpoint was trained on other weights, data or tokenizers than these; name
     code and libraries that have changed."""
-    changed = {setting: found for setting, found in here.items() if began.get(setting) != found}
+    changed = [setting for setting in here if began.get(setting) != here[setting]]
     renewed = [setting for setting in changed if setting.startswith(("code of ", "version of "))]
     if renewed and dist.rank() == 0:
         print(f"{step} was made with another {SHORT.repr(renewed)}", file=sys.stderr)
-    for setting, found in changed.items():
+    for setting in changed:
         if setting not in renewed:
             raise ConfigError(f"{step} was trained with {began.get(setting, 'nothing')} at {setting}, where "
-                              f"there are now {found}; bring the former back, or begin another run with "
-                              "--set out=...")
+                              f"there are now {here[setting]}; bring the former back, or begin another run "
+                              "with --set out=...")

@@ -3,7 +3,9 @@
 import importlib
 import importlib.metadata
 import os
+import resource
 import shutil
+import sys
 import sysconfig
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -40,12 +42,10 @@ def find_device(wanted: str) -> torch.device:
     if os.environ.keys().isdisjoint(allocator):
         # Rows differ in size, and fixed segments would fragment over hours.
         os.environ[allocator[0]] = "expandable_segments:True"
-    devices, processes = torch.cuda.device_count(), local_processes()
-    if wanted == "cuda" and devices < processes:
-        why = why_no_cuda() if devices == 0 else ""
-        raise ConfigError(f"device=cuda, but this machine shows {devices} CUDA devices to {processes} "
-                          f"processes{why and '; '}{why}; set device=cpu (or auto), or start fewer processes")
-    if devices < processes:
+    if torch.cuda.device_count() < local_processes():
+        if wanted == "cuda":
+            raise ConfigError(f"device=cuda: {why_no_cuda() or 'this machine shows no CUDA device'}; set "
+                              "device=cpu (or auto)")
         return torch.device("cpu")
     try:
         torch.cuda.init()
@@ -95,9 +95,14 @@ def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype) -> str
 
 
 def rounds_products(settings: Model, device: torch.device) -> bool:
-    """Tell whether model.products is bfloat16. Raises ConfigError where that is no faster."""
+    """Tell whether model.products is bfloat16. Raises ConfigError where that is no faster, and says so where
+    model.dtype is slower."""
     able = torch.cpu.get_capabilities()
-    if settings.products and (device.type != "cpu" or not any(able.get(name) for name in PRODUCTS)):
+    on_cpu, fast = device.type == "cpu", any(able.get(name) for name in PRODUCTS)
+    if on_cpu and not fast and settings.dtype == "bfloat16":
+        print(f"model.dtype=bfloat16 takes this CPU 6 to 70 times as long as float32: it has none of "
+              f"{', '.join(PRODUCTS)}", file=sys.stderr)
+    if settings.products and not (on_cpu and fast):
         raise ConfigError(f"model.products={settings.products} is for CPUs with one of "
                           f"{', '.join(PRODUCTS)}, and this device, {device.type}, is none; leave it out"
                           + ", and set model.dtype=bfloat16" * (device.type == "cuda"))
@@ -123,9 +128,7 @@ class Machine:
             free = torch.cuda.mem_get_info(device)[0]
         else:
             free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local_processes()
-        lacking = why_no_vllm(device)
-        if dist.max_over_ranks(bool(lacking)):
-            lacking = lacking or "another rank's machine does not have it"
+        lacking = next(filter(None, dist.gather([why_no_vllm(device)])), "")
         idle = "" if device.type == "cuda" else why_no_cuda()
         return Machine(device, -dist.max_over_ranks(-free), dist.world_size(), lacking, idle)
 
@@ -175,6 +178,14 @@ def engine_spec(cfg: Config, device: torch.device, tokenizer: Tokenizer, longest
         tokenizer.stops,
         quantization=cfg.rollout.quantization,
         rounds=rounds_products(cfg.model, device))
+
+
+def used_bytes(device: torch.device) -> float:
+    """Return the bytes that this rank has taken; torch gives nothing back, so this is a peak."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def fit_engine(wanted: str, spec: EngineSpec) -> tuple[str, EngineSpec]:

@@ -16,6 +16,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from settings.loader import ConfigError
 
+rank = td.get_rank
+world_size = td.get_world_size
+barrier = td.barrier
+
 
 def init(device: torch.device | str) -> torch.device:
     """Join the process group (torchrun's, or a group of one); returns the device (device.find_device).
@@ -58,22 +62,10 @@ def background_group() -> td.ProcessGroup:
     return td.new_group(backend="gloo")
 
 
-def rank() -> int:
-    return td.get_rank()
-
-
-def world_size() -> int:
-    return td.get_world_size()
-
-
 def say(text: str) -> None:
     """Print a line on rank 0 alone."""
     if rank() == 0:
         print(text, flush=True)
-
-
-def barrier() -> None:
-    td.barrier()
 
 
 def local_slice(items: list) -> list:
@@ -128,9 +120,7 @@ def gather_full(
     are cast and moved first: 16 bits are half the bytes to send, and GPUs send faster."""
     if not isinstance(tensor, DTensor):
         return tensor
-    if dtype is not None:
-        tensor = shard_like(tensor, tensor.to_local().to(device=device, dtype=dtype))
-    return tensor.full_tensor()
+    return shard_like(tensor, tensor.to_local().to(device=device, dtype=dtype)).full_tensor()
 
 
 def shard_like(tensor: Tensor, mine: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ config.json as transformers does: a setting that is left out has the family's de
 neither read nor known to change no result stops the run.
 """
 
-from collections.abc import Callable
 from dataclasses import field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -86,7 +85,7 @@ class Common:
     max_position_embeddings: Count
     num_key_value_heads: Count | None = None
     head_dim: Count | None = None
-    tie_word_embeddings: bool | None = None
+    tie_word_embeddings: bool = False
     hidden_act: Activation = "silu"
     rope_theta: Positive | None = None
     rope_scaling: dict[str, Any] | None = None
@@ -171,9 +170,8 @@ class Shape:
     dtype: torch.dtype    # of the weights on disk; exports keep it
 
 
-def shape_of(raw: dict[str, Any], tied: Callable[[], bool]) -> Shape:
-    """Read the settings of a config.json; `tied` tells by the weights whether the head is the embedding.
-    Raises ConfigError for a model that this decoder does not compute."""
+def shape_of(raw: dict[str, Any]) -> Shape:
+    """Read the settings of a config.json. Raises ConfigError for a model that is not computed here."""
     kind = raw.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
@@ -201,7 +199,7 @@ def shape_of(raw: dict[str, Any], tied: Callable[[], bool]) -> Shape:
         kv_heads=kv_heads,
         head_dim=head_dim,
         norm_eps=said.rms_norm_eps,
-        tied=tied() if said.tie_word_embeddings is None else said.tie_word_embeddings,
+        tied=said.tie_word_embeddings,
         qkv_bias=bool(said.attention_bias) if family.qkv_bias is None else family.qkv_bias,
         out_bias=bool(said.attention_bias) if family.out_bias is None else family.out_bias,
         qk_norm=family.qk_norm,
@@ -261,8 +259,7 @@ def read_ropes(said: ConfigFile, family: Family) -> dict[str, Rope]:
     ropes = {}
     for layers, own in given.items():
         own = {"rope_theta": thetas[layers], "partial_rotary_factor": said.partial_rotary_factor} | own
-        kind = own.pop("type", "default")
-        kind = own.pop("rope_type", kind)
+        kind = own.pop("rope_type", own.pop("type", "default"))
         if str(kind) not in ROPES:
             raise ConfigError(f"rope_type={SHORT.repr(kind)} is not supported, only {', '.join(ROPES)}")
         ropes[layers] = build(ROPES[kind], own)

@@ -5,53 +5,45 @@ import random
 import re
 from pathlib import Path
 
-from infra.rows import READERS, Rows
-from settings.loader import ConfigError, in_short
-from settings.paths import REPOSITORY, find_path
+from infra.rows import Rows
+from settings.loader import ConfigError, in_short, meant, read
+from settings.paths import PLACES, find_path, matching, searched
 
-# name -> (problems, file in data.dir, name on the hub)
-NAMED_SETS = {
-    "gsm8k_train": (7473, "gsm8k_train.jsonl", "openai/gsm8k:main:train"),
-    "gsm8k": (1319, "gsm8k_test.jsonl", "openai/gsm8k:main:test"),
-    "math_train": (7500, "math_train.jsonl", "DigitalLearningGmbH/MATH-lighteval:default:train"),
-    "math500": (500, "math500.jsonl", "HuggingFaceH4/MATH-500:default:test"),
-    "aime24": (30, "aime24.jsonl", "HuggingFaceH4/aime_2024:default:train"),
-    "aime25": (30, "aime25.jsonl", "math-ai/aime25:default:test"),
-    "aime26": (30, "aime26.jsonl", "MathArena/aime_2026:default:train"),
-    "hmmt_feb25": (30, "hmmt_feb25.jsonl", "MathArena/hmmt_feb_2025:default:train"),
-    "hmmt_nov25": (30, "hmmt_nov25.jsonl", "MathArena/hmmt_nov_2025:default:train"),
-    "hmmt_feb26": (33, "hmmt_feb26.jsonl", "MathArena/hmmt_feb_2026:default:train"),
-    "brumo25": (30, "brumo25.jsonl", "MathArena/brumo_2025:default:train"),
-    "gpqa_diamond": (198, "gpqa_diamond.jsonl", "Idavidrein/gpqa:gpqa_diamond:train"),
-    "amc23": (40, "amc23.jsonl", "math-ai/amc23:default:test"),
-    "minerva": (272, "minerva_math.jsonl", "math-ai/minervamath:default:test"),
-    # 674 on the hub
-    "olympiad": (675, "olympiadbench.jsonl", "Hothan/OlympiadBench:OE_TO_maths_en_COMP:train"),
-}
+NAMED_SETS = read(Path(__file__).with_suffix(".yaml"))  # name -> problems, file in data.dir, name on the hub
 SUMS = 300  # problems of a generated set
 GENERATED = re.compile(r"sums-\d+")
-CHOICES = (f"give a {', '.join(READERS)} file, one of {', '.join(NAMED_SETS)}, sums-SEED for generated sums, "
-           "or a hub name such as openai/gsm8k:main:train")
+CHOICES = (f"give a .jsonl, .json, .csv, .tsv or .parquet file, a folder or pattern of them, one of "
+           f"{', '.join(NAMED_SETS)}, sums-SEED for generated sums, or a hub name such as "
+           "openai/gsm8k:main:train")
 
 
-def find_file(name: str | Path) -> Path:
-    """Find the file of a data set. Raises ConfigError."""
-    path = find_path(name)
-    if not path.is_file():
-        places = dict.fromkeys((Path.cwd(), REPOSITORY))
-        where = "" if path.is_absolute() else f" from {', nor from '.join(map(str, places))}"
-        raise ConfigError(f"data file {path} not found{where}; {CHOICES}")
-    return path
-
-
-def find_named(name: str, folder: str | None) -> Path | None:
-    """Find the file of a named set in `folder`; None for a set of the hub. Raises ConfigError if the name is
-    neither's."""
-    if folder and name in NAMED_SETS:
-        return find_file(Path(folder, NAMED_SETS[name][1]))
-    if name in NAMED_SETS or GENERATED.fullmatch(name) or (name.count(":") == 2 and "/" in name):
-        return None
-    raise ConfigError(f"data set {name!r} is not known; {CHOICES}")
+def find_files(name: str, folder: str | None) -> list[Path]:
+    """List the files of a set: one, a folder's, those of a pattern, or a named set's in `folder`; none for
+    generated sums and for a set of the hub. Raises ConfigError if there is no such set."""
+    named = NAMED_SETS.get(name)
+    if GENERATED.fullmatch(name) or (named and not folder):
+        return []
+    file = str(Path(folder, named[1])) if named else name
+    if name and find_path(file).is_dir():
+        file += "/**/*.*"
+    paths = [path for path in matching(file, "data set") if path.is_file()]
+    listed = "\n".join(path.name for path in paths)
+    totals = re.findall(r"-of-(\d+)", listed)
+    lacking = any(totals.count(total) % int(total) for total in totals)
+    splits = {*re.findall(r"(?m)^(train|test|dev|eval|val(?:id(?:ation)?)?)(?![a-z])", listed)}
+    if paths[1:] and (lacking or len(splits) > 1):
+        raise ConfigError(f"data {name} holds {len(paths)} files, from {paths[0].name} to {paths[-1].name}, "
+                          "of several splits, or fewer than the number behind -of-; bring the others, or "
+                          "name those that are meant, by a pattern or separated by commas")
+    if paths:
+        return paths
+    if name.count(":") == 2 and "/" in name:
+        return []
+    beside = [path.name for place in (Path(), *PLACES) for path in (place / file).parent.glob("*")]
+    near = meant(Path(file).name, [*NAMED_SETS, *beside])
+    raise ConfigError(
+        f"data {f'file {file} not found' if Path(file).suffix else f'set {file!r} is not known'} "
+        f"({searched()}); {CHOICES}{near and f'. {near}'}")
 
 
 def read_named(name: str) -> Rows:
@@ -62,8 +54,7 @@ def read_named(name: str) -> Rows:
         return
     import datasets  # slow to import, and needed for names only
 
-    hub_name = NAMED_SETS[name][2] if name in NAMED_SETS else name
-    name, config, split = hub_name.split(":")
+    name, config, split = NAMED_SETS.get(name, [0, "", name])[2].split(":")
     try:
         rows = datasets.load_dataset(name, config, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:

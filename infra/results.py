@@ -164,7 +164,7 @@ def summarise_result(result: dict, sizes: list[int] | None = None) -> dict:
     """Summarise the responses of a result anew."""
     results = {name: summarise(old["problems"], sizes, old.get("reward_range"))
                for name, old in result["results"].items()}
-    return {"head": result["head"], "results": results}
+    return result | {"results": results}
 
 
 def summarise_file(path: Path, sizes: list[int] | None = None) -> dict:

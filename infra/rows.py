@@ -1,88 +1,30 @@
-"""Read data sets of questions and answers: each row with its place, for error messages."""
+"""Read the row of a data set: its question and answer, its messages and other columns."""
 
 import ast
-import csv
-import difflib
-import io
 import json
 import math
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from decimal import Decimal
 from hashlib import sha256
-from pathlib import Path
 
 from records import Problem
-from settings.loader import ConfigError, parse_json
+from settings.loader import ConfigError, meant
 
 Columns = dict[str, str | None]  # data.columns
 Rows = Iterator[tuple[str, dict]]  # each with its place
 LETTERS = "ABCD"
-# Other names of columns, as in GSM8K and MATH.
+# Other names of columns, as in MATH, on the hub and in verl's sets.
 OTHER_NAMES = {
     "question": ("problem", "prompt", "messages", "conversations"),
-    "answer": ("final_answer",),
+    "answer": ("final_answer", "reward_model.ground_truth", "ground_truth"),
     "subject": ("type",),
 }
 # A message is {"role", "content"}, or as in ShareGPT {"from", "value"}; other names of the roles.
 ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
 
-
-def read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text ({error}); convert it") from None
-
-
-def read_jsonl(path: Path) -> Rows:
-    """Yield "file:line" and the row of each line that is not blank. Raises ConfigError."""
-    # Not splitlines(): it also cuts at U+2028 and the like, which stand inside real questions.
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if line.strip():
-            row = parse_json(line, f"{path}:{number}", "each line must be one object")
-            if not isinstance(row, dict):
-                raise ConfigError(f"{path}:{number}: a line must be an object with 'question' and 'answer', "
-                                  f"not {type(row).__name__}")
-            yield f"{path}:{number}", row
-
-
-def read_parquet(path: Path) -> Rows:
-    """Yield a place and the row for each row of a parquet file. Raises ConfigError."""
-    import pyarrow.parquet  # slow to import, and most runs read jsonl
-
-    try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowInvalid as error:
-        raise ConfigError(f"{path} is not a parquet file: {error}") from None
-    yield from ((f"{path}: row {i}", row) for i, row in enumerate(rows))
-
-
-def read_csv(path: Path) -> Rows:
-    """Yield "file:line" and the row of each line below the head; an empty cell is None.
-
-    Raises ConfigError.
-    """
-    csv.field_size_limit(sys.maxsize)
-    lines = csv.DictReader(io.StringIO(read_text(path), newline=""), strict=True)
-    try:
-        names = lines.fieldnames or []
-        if len(set(names)) < len(names):
-            raise ConfigError(f"{path}:1: a column is named twice in {', '.join(names)}")
-        for row in lines:
-            if len(row) != len(names):
-                raise ConfigError(f"{path}:{lines.line_num}: more cells than the {len(names)} columns of "
-                                  "line 1; a text with commas needs double quotes")
-            yield f"{path}:{lines.line_num}", {name: text or None for name, text in row.items()}
-    except csv.Error as error:
-        raise ConfigError(f"{path}:{lines.line_num}: not valid CSV ({error})") from None
-
-
-READERS = {".jsonl": read_jsonl, ".csv": read_csv, ".parquet": read_parquet}
-
-
-# ---- one row
 
 def with_letters(row: dict) -> dict:
     """Write a row of GPQA as a question with four lettered choices, in an order that its texts decide."""
@@ -143,10 +85,9 @@ def missing_column(row: dict, name: str, columns: Columns) -> str:
     if chosen in row:
         return f"column {chosen!r} is empty; mend or remove the line"
     inner = [f"{name}.{key}" for name, value in row.items() if isinstance(value, dict) for key in value]
-    near = difflib.get_close_matches(str(chosen), [*row, *inner], n=1)
-    advice = f" (did you mean {near[0]!r}?)" if near else ""
-    return (f"there is no column {chosen!r} for the {name} among {', '.join(map(str, row))}{advice}; set "
-            f"data.columns={{{name}: ...}} to the column that has it")
+    near = meant(chosen, [*map(str, row), *inner])
+    return (f"there is no column {chosen!r} for the {name} among {', '.join(map(str, row))}"
+            f"{near and f' ({near})'}; set data.columns={{{name}: ...}} to the column that has it")
 
 
 def messages_of(question: object, place: str) -> tuple[tuple[dict, ...], str]:
@@ -177,7 +118,9 @@ def read_message(message: object, place: str) -> dict:
     names = {"from": "role", "value": "content"}
     given = message if isinstance(message, dict) else {}
     named = {names.get(key, key): value for key, value in given.items() if value is not None}
-    role = ROLES.get(named.get("role"))
+    role, parts = ROLES.get(named.get("role")), named.get("content")
+    with suppress(TypeError, KeyError):  # a text, or parts that are none
+        named["content"] = "".join(part["text"] for part in parts)
     if role is None or not isinstance(named.get("content"), str):
         raise ConfigError(f"{place}: a message must be an object with 'role', one of {', '.join(ROLES)}, and "
                           f"'content', a text (or 'from' and 'value'), not {str(message)[:200]}")

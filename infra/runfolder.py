@@ -47,7 +47,7 @@ from infra.terminal import print_progress
 from infra.tokenizer import Tokenizer
 from records import Metrics
 from settings import leaves
-from settings.paths import user_path
+from settings.paths import REPOSITORY, user_path
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
 SILENT = 5  # steps without any signal that are warned of, once
@@ -142,8 +142,8 @@ def changed_settings(there: Config | dict, now: Config | dict) -> dict[str, str]
 def require_same_settings(step: Path, saved: dict, now: Config) -> None:
     """Raise ConfigError if a checkpoint was made with other settings, though config.yaml may agree with them:
     it can be edited. `saved` is flat; nothing is compared that it lacks, or that is `auto` now."""
-    settings = config.flatten(now).items()
-    there = {key: value if value == "auto" else saved.get(key, value) for key, value in settings}
+    there = {key: value if value == "auto" else saved.get(key, value)
+             for key, value in config.flatten(now).items()}
     if refused := refused_changes(there, now):
         raise ConfigError(f"--resume: {step} was made with other settings: {', '.join(refused)}; set them as "
                           "they were there")
@@ -255,9 +255,8 @@ def versions() -> dict[str, str]:
 
 def run_git(*command: str) -> str | None:
     """Return the output of git in the code's folder; None without git or a repository."""
-    folder = Path(__file__).parent
     try:
-        process = subprocess.run(["git", *command], cwd=folder, capture_output=True, text=True,
+        process = subprocess.run(["git", *command], cwd=REPOSITORY, capture_output=True, text=True,
                                  errors="replace")
     except FileNotFoundError:
         return None
@@ -314,7 +313,7 @@ class RunLog:
     def create(self, cfg: Config, resume: Resume, device: torch.device, chosen: dict, texts: Texts) -> None:
         """Write config.yaml, env.json and the files of COPIES, and begin the logs anew.
 
-        `chosen` comes from device.list_choices, `texts` from the files of COPIES. Raises ConfigError if
+        `chosen` comes from choices.list_choices, `texts` from the files of COPIES. Raises ConfigError if
         another run has used the folder since it was claimed.
         """
         if self.folder is None:
@@ -425,9 +424,9 @@ class RunLog:
         if self.folder:
             append(self.folder / name, line)
 
-    def measure(self, line: dict) -> None:
+    def measure(self, step: int, metrics: Metrics) -> None:
         """Append a line to metrics.jsonl, and show it to the watchers."""
-        line = {"step": line["step"]} | self.unlogged | line
+        line = {"step": step} | self.unlogged | metrics
         self.write("metrics.jsonl", line)
         for watcher in self.watchers:
             watcher.log(line)
@@ -440,12 +439,12 @@ class RunLog:
     def evaluated(self, step: int, results: dict[str, dict], seconds: float) -> None:
         """Log the scores of every set in one line."""
         keys = "accuracy low high reward reward_low reward_high lenient length truncated unparsed".split()
-        line = {"step": step, "time/eval": seconds}
+        metrics = {"time/eval": seconds}
         for name, result in results.items():
-            line |= {f"eval/{name}/{key}": result[key] for key in keys if key in result}
+            metrics |= {f"eval/{name}/{key}": result[key] for key in keys if key in result}
             if (n := result["n"]) > 1 and "pass" in result:
-                line |= {f"eval/{name}/{key}": result[key][str(n)] for key in ("pass", "majority")}
-        self.measure(line)
+                metrics |= {f"eval/{name}/{key}": result[key][str(n)] for key in ("pass", "majority")}
+        self.measure(step, metrics)
         if self.folder:
             problems = [{"set": name} | p for name, result in results.items() for p in result["problems"]]
             rewrite_log(self.folder / f"eval_{step:06d}.jsonl", problems)
@@ -455,7 +454,7 @@ class RunLog:
 
     def step(self, step: int, metrics: Metrics) -> None:
         """Log the metrics of a step, and show some beside the bar, or in a line if there is no terminal."""
-        self.measure({"step": step} | metrics)
+        self.measure(step, metrics)
         flat = metrics.get("advantage/flat_groups")  # None if a step rolls nothing out
         if flat is not None:
             self.silent = self.silent + 1 if flat == 1 else 0

@@ -6,6 +6,7 @@ imports, and `--help`, a wrong word and a mistake in a run's config end it at on
 
 import argparse
 import re
+import shlex
 import sys
 from typing import IO, Any
 
@@ -21,6 +22,21 @@ def new_parser(text: str | None) -> argparse.ArgumentParser:
 
 def add_settings(parser: argparse.ArgumentParser, help: str = "change one setting") -> None:
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help=help)
+    refuse = parser.error
+
+    def explain(message: str) -> None:
+        """End with how the words that there is no place for are written as settings."""
+        words = message.partition("unrecognized arguments: ")[2]
+        if re.match(r"[^-\s]\S*\.ya?ml", words):
+            refuse(f"{message}; a config is named by --config {words}")
+        if words and not re.match(r"-|[\w.]+=", words):  # --set steps 5
+            words = f"{sys.argv[sys.argv.index(words.split()[0]) - 1]} {words}"
+            if re.match(r"[\w.]+=", words):
+                refuse(f"{message}; a setting with spaces needs quotes: --set {shlex.quote(words)}")
+        sets = re.sub(r"-*([A-Za-z][\w.-]*)(?: = |[ =])(\S+)", r"--set \1=\2", words)
+        refuse(f"{message}; a setting is changed by {sets}" if "--set " in sets else message)
+
+    parser.error = explain
 
 
 def add_config(parser: argparse.ArgumentParser, note: str) -> None:

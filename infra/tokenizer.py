@@ -3,9 +3,9 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import date
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,13 @@ from tokenizers.models import BPE
 from config import ConfigError, Data
 from infra.trial import try_first
 from infra.weights import read_shape
-from records import Stops
+from records import Sample, Stops
 from settings.loader import SHORT, in_short, read_json
 
 # Every template gets them, beside special tokens.
 RENDER_ARGUMENTS = ("messages", "add_generation_prompt", "tools", "documents", "strftime_now")
 MARKER = re.compile(r"<\|[^<>|\s]+\|>")  # how most templates write a special token
+ASKED, ANSWERED = {"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}
 OPENING_TAG = re.compile(r"<[A-Za-z][\w:-]*>\s*")
 
 
@@ -75,12 +76,15 @@ class Tokenizer:
         self.hidden = self.eos_ids | set(map(self.rust.token_to_id, self.special.values()))
         self.begin = self.find_begin()
         data = data or Data(train="", eval=None)
-        self.plain, self.date, self.arguments = data.prompt, data.date, data.template or {}
+        self.plain, self.arguments = data.prompt, data.template or {}
         if self.plain is None:
-            self.read_template(folder, data.chat_template, settings.get("chat_template"))
+            self.read_template(data, settings.get("chat_template"))
         else:
             self.source, self.template, self.own_template = self.plain, None, None
         self.opened = self.find_opened()
+        self.ends = self.eos_ids  # a turn of the policy is read up to one of them
+        with suppress(ConfigError):  # said with the first problem, if the template fails there too
+            self.ends |= {*self.behind_answer(ASKED)}
         # The settings that name files of the user's, and the texts that were read.
         self.own_files = {"data.chat_template": self.own_template}
 
@@ -97,7 +101,7 @@ class Tokenizer:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{path}: added_tokens_decoder={SHORT.repr(listed)} must map ids to tokens "
                               f"({in_short(error)}); mend it, or download it again") from None
-        for i, token in sorted(tokens.items(), key=itemgetter(0)):
+        for i, token in sorted(tokens.items()):
             if self.rust.token_to_id(token.content) is None:
                 self.rust.add_tokens([token])
             found = self.rust.token_to_id(token.content)
@@ -105,8 +109,9 @@ class Tokenizer:
                 raise ConfigError(f"{path.parent}: tokenizer.json makes token {found} of {token.content!r}, "
                                   f"and tokenizer_config.json says {i}; take files that belong together")
 
-    def read_template(self, folder: Path, own: str | None, configured: object) -> None:
-        """Read the template: the user's `own` file, the model's file, or the text in its config."""
+    def read_template(self, data: Data, configured: object) -> None:
+        """Read the template: the user's own file, the model's file, or the text in its config."""
+        folder, own = self.folder, data.chat_template
         path = Path(own) if own else folder / "chat_template.jinja"
         if configured is None:
             configured = read_if_there(folder / "chat_template.json").get("chat_template")  # of a processor
@@ -120,7 +125,7 @@ class Tokenizer:
                 f"{folder} has a tokenizer without a chat template, as base models do; set data.prompt to a "
                 'plain text such as "Question: {question}\\nAnswer:", or data.chat_template to a jinja file')
         where = path if path.is_file() else folder
-        environment = chat_environment(self.date)
+        environment = chat_environment(data.date)
         try:
             self.template = environment.from_string(self.source)
         except (jinja2.TemplateError, RecursionError) as error:
@@ -159,11 +164,15 @@ class Tokenizer:
 
     def closing_token(self) -> int | None:
         """Find the first special token that the template writes behind an answer; None without one."""
-        if self.template is None:
-            return None
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
-        tail = self.conversation(messages, generate=False).rpartition("ANSWER")[2]
-        return next((i for i in self.encode([tail])[0] if not self.decode([i])), None)
+        return next(iter(self.behind_answer()), None)
+
+    def behind_answer(self, *messages: dict) -> list[int]:
+        """Find the special tokens that the template writes behind an answer, before what `messages` say."""
+        text = self.conversation([ASKED, ANSWERED, *messages], generate=False)
+        tail = text.rpartition("ANSWER")[2].partition("QUESTION")[0]
+        added = self.rust.get_added_tokens_decoder()
+        ids = self.rust.encode(tail, add_special_tokens=False).ids
+        return [i for i in ids if i in added and added[i].special]
 
     def find_ends(self) -> frozenset[int]:
         """Collect every id that ends a completion, from all files: an id left out would end none."""
@@ -184,9 +193,9 @@ class Tokenizer:
     def find_begin(self) -> tuple[int, ...]:
         """Find the ids that the tokenizer puts before a text, such as a BOS. Those behind a text are never
         used, for a prompt goes on."""
-        bare, whole = (self.rust.encode("a", add_special_tokens=added).ids for added in (False, True))
-        starts = [i for i in range(len(whole)) if whole[i:i + len(bare)] == bare]
-        return tuple(whole[:starts[0]]) if starts else ()
+        encoding = self.rust.encode("a")
+        count = [*encoding.special_tokens_mask, 0].index(0)
+        return tuple(encoding.ids[:count])
 
     def find_opened(self) -> str:
         """Find the tags that a prompt ends with, such as <think>: the answer begins within them."""
@@ -238,11 +247,26 @@ class Tokenizer:
         """Decode tokens, by default without special ones, the EOS among them."""
         return self.rust.decode(list(ids), skip_special_tokens=not special)
 
-    def read(self, ids: Iterable[int]) -> str:
-        """Decode a completion as rewards and the verifier read it: behind the tags that its prompt opens,
-        with special tokens that mark something, and without EOS, BOS and padding."""
-        shown = [i for i in ids if i not in self.hidden]
-        return self.opened + self.rust.decode(shown, skip_special_tokens=False)
+    def read(self, sample: Sample) -> tuple[str, ...]:
+        """Decode the turns of a completion, the policy's by turns with an environment's; the last is the
+        policy's, which the verifier and rewards read.
+
+        A turn of the policy ends before its first token that ends one, however such tokens are spelled, and
+        begins with the tags that its prompt opens. EOS, BOS and padding are left out.
+        """
+        texts, opened = [], self.opened
+        for start, to in sample.turns:
+            ids, own = sample.ids[start:to], len(texts) % 2 == 0
+            if own:
+                ids = ids[:min([k for k, i in enumerate(ids) if i in self.ends], default=to)]
+            shown = [i for i in ids if i not in self.hidden]
+            text = self.rust.decode(shown, skip_special_tokens=False)
+            if own:
+                texts.append(opened + text)
+            else:
+                opened = self.opened if text.endswith(self.opened) else ""
+                texts.append(text.removesuffix(opened))
+        return tuple(texts if to > start else texts[:-2])  # without a reply that nobody has read
 
 
 def as_messages(question: str | Sequence[dict], system: str | None) -> list[dict]:

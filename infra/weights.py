@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ from infra.digests import LIST, find_changed, read_list
 from infra.families import Shape, shape_of
 from infra.trial import try_first
 from settings.loader import ConfigError, convert, in_short, read_json
-from settings.paths import find_path
+from settings.paths import find_path, searched
 
 WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def find_model(path: str, files: tuple[str, ...] = ("*.json", "*.jinja", "*.safetensors")) -> Path:
@@ -28,17 +27,31 @@ def find_model(path: str, files: tuple[str, ...] = ("*.json", "*.jinja", "*.safe
     if (folder / "extra.pt").is_file():
         raise ConfigError(f"model.path={path} is a checkpoint, not a Hugging Face folder; make one of it by "
                           f"python learner.py {path} --out DIR")
-    if folder.is_dir():
+    ours = folder.is_dir()
+    if not ours:
+        folder = download(path, files)
+    if not (folder / "config.json").is_file():
+        adapts = (folder / "adapter_config.json").is_file()
+        remedy = "it is an adapter: set model.lora.path to it, and model.path to its base model"
+        raise ConfigError(f"model.path={path} has no config.json; "
+                          f"{remedy if adapts else 'give a Hugging Face folder or a hub name'}")
+    if ours:
         require_own_files(folder)
         if any((folder / name).is_file() for name in WEIGHT_FILES):
             try_first(folder, check_sizes, folder)
-        return folder
+    return folder
+
+
+def download(path: str, files: tuple[str, ...]) -> Path:
+    """Download these files of a model on the hub. Raises ConfigError."""
     from huggingface_hub import snapshot_download  # for names alone
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(path, allow_patterns=files))
-    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError) as error:
+    except HFValidationError:
+        raise ConfigError(f"model.path={path} is no folder ({searched()}), nor a name on the hub") from None
+    except (LocalEntryNotFoundError, HfHubHTTPError) as error:
         raise ConfigError(f"model.path={path!r} is no folder, and could not be downloaded from the hub: "
                           f"{in_short(error)}") from error
 
@@ -60,18 +73,10 @@ def require_own_files(folder: Path, weights: bool = False) -> None:
 def read_shape(folder: Path) -> Shape:
     """Read config.json. Raises ConfigError for a model that this decoder does not compute."""
     path = folder / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"{path} not found; model.path must be a Hugging Face folder or a hub name")
     try:
-        return shape_of(read_json(path), partial(is_tied, folder))
+        return shape_of(read_json(path))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}; mend it, download it again, or take another model") from None
-
-
-def is_tied(folder: Path) -> bool:
-    """Tell whether the weights have no head of their own, if config.json does not say it."""
-    stored = any((folder / name).is_file() for name in WEIGHT_FILES)
-    return stored and "lm_head.weight" not in read_tensors(weight_files(folder), whole=False)
 
 
 def check_positions(folder: Path, tokens: int, settings: str) -> None:
@@ -85,7 +90,8 @@ def check_positions(folder: Path, tokens: int, settings: str) -> None:
 def check_sizes(folder: Path) -> None:
     """Raise ConfigError if the weights have other sizes than config.json says: memory for these might not be
     there, or loading take days. Reads only the headers of the files."""
-    shape, slices = read_shape(folder), read_tensors(weight_files(folder), whole=False)
+    shape = read_shape(folder)
+    slices = read_weights(folder, shape.tied, whole=False)
     last = f"model.layers.{shape.layers - 1}."
     expected = {
         EMBEDDING: [shape.vocab_size, shape.hidden_size],
@@ -157,6 +163,14 @@ def compare_shapes(stored: Iterable[tuple[str, Tensor]], expected: Iterable[tupl
             f"{here.get(name, 'nothing')} here")
 
 
+def read_weights(folder: Path, tied: bool, whole: bool = True) -> dict[str, Any]:
+    """Read the tensors of a folder, as `read_tensors`. A tied matrix may be stored under either name."""
+    tensors = read_tensors(weight_files(folder), whole)
+    if tied and EMBEDDING not in tensors and HEAD in tensors:
+        tensors[EMBEDDING] = tensors.pop(HEAD)
+    return tensors
+
+
 @torch.no_grad()
 def load_weights(model: nn.Module, folder: Path) -> None:
     """Fill a decoder, whole or sharded, from a folder.
@@ -165,11 +179,11 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     not finite.
     """
     require_own_files(folder, weights=True)
-    tensors = read_tensors(weight_files(folder))
+    tied = read_shape(folder).tied
+    tensors = read_weights(folder, tied)
     # Some exports repeat a tied head, and a critic has none.
-    head = tensors.pop("lm_head.weight", None) if model.shape.tied else None
-    repeats = head is None or EMBEDDING not in tensors or torch.equal(head, tensors[EMBEDDING])
-    if not repeats and read_shape(folder).tied:
+    head = tensors.pop(HEAD, None) if model.shape.tied else None
+    if tied and head is not None and not torch.equal(head, tensors[EMBEDDING]):
         raise ConfigError(f"{folder}: lm_head.weight is not {EMBEDDING}, and config.json ties them; set "
                           "tie_word_embeddings to false there if the head is its own")
     for name in [name for name in tensors if name.endswith("rotary_emb.inv_freq")]:  # of older exports
@@ -183,7 +197,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         raise ConfigError(f"{folder}: weights do not match config.json at {wrong}, by config.json")
     for name, p in weights.items():
         t = tensors[name]
-        if not t.is_floating_point() or not t.isfinite().all():
+        if not t.is_floating_point() or t.itemsize < 2 or not t.isfinite().all():
             raise ConfigError(
                 f"{folder}: {name}, of {t.dtype}, has infinite or quantized values or nan, which are no "
                 "weights; take a model without")

@@ -1,5 +1,5 @@
 """The fixtures of tests/conftest.py, for tests that lie beside a leaf."""
 
-from conftest import command, hasty, process_group, tiny, unchecked
+from conftest import command, hasty, process_group, refused, tiny, unchecked
 
-__all__ = ["command", "hasty", "process_group", "tiny", "unchecked"]
+__all__ = ["command", "hasty", "process_group", "refused", "tiny", "unchecked"]

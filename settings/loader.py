@@ -136,8 +136,9 @@ def locate(name: str | Path, folder: Path, shipped: tuple[Path, ...], whose: str
         if os.path.isfile(place / name):
             return place / name
     names = sorted(path.name for place in shipped for path in place.glob("*.yaml"))
-    near = difflib.get_close_matches(Path(name).name, names, n=1, cutoff=0.7)
-    advice = f"Did you mean '{near[0]}'?" if near else f"There are: {', '.join(names)}."
+    names = [one for one in names if one.startswith(str(name))] or names
+    advice = meant(Path(name).name, names) or f"There are: {', '.join(names)}."
+    advice = f"A setting is changed by --set {name[:200]}." if "=" in name else advice
     raise ConfigError(f"config '{name[:200]}'{whose} not found, neither as given nor in {shipped[0]}. "
                       f"{advice}")
 
@@ -180,8 +181,10 @@ def override(text: str, type_of: Callable[[Raw], type]) -> Raw:
         return reduce(lambda inner, name: {name: inner}, reversed(key.split(".")), value)
 
     kind = reduce(lambda section, name: hints(section).get(name), key.split("."), type_of(nest(value)))
-    as_written = (kind is str and value) or (kind == str | None and value not in ("", "null"))
-    if as_written and not value.startswith('"'):  # yaml in double quotes can hold a new line
+    options = get_args(kind) or [kind]
+    listed = list[str] in options and re.fullmatch(r"\[.*\]", value)
+    as_written = str in options and value and (value != "null" or types.NoneType not in options)
+    if as_written and not listed and not value.startswith('"'):  # yaml in double quotes can hold a new line
         return nest(value)
     return nest(parse(value, f"--set {SHORT.repr(text)}: the value"))
 
@@ -259,25 +262,23 @@ def build(section: Any, raw: Raw, path: str = "") -> Any:
     return option(**{key: convert(value, own[key], path + key) for key, value in raw.items()})
 
 
-# Settings that had another name -> the name now.
-RENAMED = {"loss.per": "loss.normalize", "loss.count": "loss.denominator",
-           "log.wandb": "log.to=[wandb], and its project log.project", "rollout.window": "windows.tokens",
-           "rollout.in_flight": "windows.in_flight", "rollout.max_age": "windows.max_age"}
-
-
 def unknown(key: str, valid: Iterable[str], path: str) -> str:
     """Word the error for a key that is not among the valid ones."""
-    if path + str(key) in RENAMED:
-        return f"unknown key '{path}{key}': it is called '{RENAMED[path + key]}' now"
-    near = difflib.get_close_matches(str(key), valid, n=1)
     listed = ", ".join(path + name for name in valid)
-    advice = f"Did you mean '{path}{near[0]}'?" if near else f"Valid keys: {listed}."
-    return f"unknown key '{path}{key}'. {advice}"
+    return f"unknown key '{path}{key}'. {meant(key, valid, path) or f'Valid keys: {listed}.'}"
+
+
+def meant(word: object, words: Iterable[str], path: str = "") -> str:
+    """Name the one of the words, behind its path, that a mistyped one is near to; "" if none is."""
+    near = difflib.get_close_matches(str(word), words, n=1)
+    return f"Did you mean '{path}{near[0]}'?" if near else ""
 
 
 def convert(value: Any, kind: Any, path: str) -> Any:
     """Convert a value to the type of a setting. Raises ConfigError."""
     union = get_origin(kind) in UNIONS and not choices(kind)
+    if value in ("none", "None") and types.NoneType in get_args(kind):
+        raise ConfigError(f"{path}={value} is a text; {path}=null says that there is none")
     for option in get_args(kind) if union else [kind]:
         result = fit(value, option, path)
         if result is not NOT_ALLOWED:
@@ -293,6 +294,11 @@ def fit(value: Any, kind: Any, path: str) -> Any:
     origin, inner = get_origin(kind), get_args(kind)
     if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
         raise ConfigError(f"{path}={SHORT.repr(value)} holds half a character; write it as UTF-8")
+    # Not \neq, \nu, \nabla and the like, which are LaTeX.
+    if isinstance(value, str) and re.search(r"\\n(?!abla|eq?\b|eg\b|ot|u\b|i\b|mid|ewline|[lg]eq)", value):
+        raise ConfigError(f"{path}={value[:200]} must be in double quotes if it has a new line, and after "
+                          f"--set in single quotes as well: '{path}=\"...\\n...\"'; without them \\n is a "
+                          "backslash and an n")
     if origin is Annotated:
         number = fit(value, inner[0], path)
         return number if number is not NOT_ALLOWED and is_within(number, inner[1]) else NOT_ALLOWED

@@ -8,6 +8,7 @@ from pathlib import Path
 from settings.loader import SHORT, ConfigError
 
 REPOSITORY = Path(__file__).parents[1]
+PLACES = [REPOSITORY]  # to look up paths in behind the current folder; config.load adds its files' folders
 
 
 def user_path(text: str | Path) -> Path:
@@ -19,12 +20,26 @@ def user_path(text: str | Path) -> Path:
 
 
 def find_path(text: str | Path) -> Path:
-    """Find a path from the current folder or, if nothing is there, from the repository.
+    """Find a path, or a pattern, from the current folder, else beside the config or its bases, else from the
+    repository.
 
-    So the shipped configs, which name toy/model, can be used from any folder.
+    So the shipped configs, which name toy/model, can be used from any folder; and a reward.py beside a config
+    is not taken for ours.
     """
     path = user_path(text)
-    return path if path.exists() or not (REPOSITORY / path).exists() else REPOSITORY / path
+    places = (place / path for place in (Path(), *PLACES))
+    return next((it for it in places if os.path.exists(it) or glob.glob(str(it), recursive=True)), path)
+
+
+def searched() -> str:
+    """Name the folders in which a path is looked up."""
+    return f"looked for in {', '.join(map(str, dict.fromkeys((Path.cwd(), *PLACES))))}"
+
+
+def settle(names: str | list[str]) -> str:
+    """Join names by commas, and write out where paths are found: names with a point or a slash."""
+    joined = names if isinstance(names, str) else ",".join(names)
+    return re.sub(r"[^,]*[./][^,]*", lambda name: str(find_path(name[0])), joined)
 
 
 def matching(text: str, option: str) -> list[Path]:
@@ -32,13 +47,13 @@ def matching(text: str, option: str) -> list[Path]:
 
     Raises ConfigError if nothing matches.
     """
-    path = user_path(text)
+    path = find_path(text)
     if path.exists() or not glob.has_magic(text):
         return [path]
     matches = sorted(map(Path, glob.glob(str(path), recursive=True)))
     if not matches:
-        raise ConfigError(f"{option} {text} matches nothing in {Path.cwd()}; write a pattern of folders that "
-                          "are there, or their paths")
+        raise ConfigError(f"{option} {text} matches nothing ({searched()}); write a pattern of what is "
+                          "there, or its path")
     return matches
 
 

@@ -19,61 +19,82 @@ Rule = tuple[str, bool, str]
 
 # A choice -> the settings that only it uses, and why; without it they must keep their defaults.
 ONLY_WITH = {
-    "rollout.engine=vllm": ["rollout.tensor_parallel", "rollout.cache_gib", "rollout.sleep",
-                            "rollout.quantization"],
+    "rollout.engine=vllm": [
+        "rollout.tensor_parallel",
+        "rollout.cache_gib",
+        "rollout.sleep",
+        "rollout.quantization",
+    ],
     "rollout.until=informative": ["rollout.oversample", "rollout.differ_in"],
     "rollout.until=full": ["pack.budget"],
     "eval.temperature": ["eval.n: at 0 answers are greedy, and all the same"],
     "loss.kl": ["loss.kl_corrected: at 0 there is no KL to correct"],
-    "reward.accuracy": ["loss.likelihood: at 0 nothing tells what is correct",
-                        "rollout.differ_in: at 0 nothing tells what is correct"],
-    "reward.custom_file": ["reward.custom_seconds", "reward.custom_gib", "reward.custom_ended",
-                           "reward.custom_workers"],
+    "reward.accuracy": [
+        "loss.likelihood: at 0 nothing tells what is correct",
+        "rollout.differ_in: at 0 nothing tells what is correct",
+    ],
+    "reward.custom_file": [
+        "reward.custom_seconds",
+        "reward.custom_gib",
+        "reward.custom_ended",
+        "reward.custom_workers",
+    ],
 }
 SKIPPED = ("with loss.denominator=all a mean over all tokens needs the lengths of completions that a skipped "
            "prompt never got")
-# A choice -> the name of another setting, the values that this may have then, and why.
+# A choice -> other settings, each with the values that it may have then, and why.
 REQUIRES = {
-    "rollout.engine=vllm": [("model.dtype", "auto, float32 or bfloat16", "vLLM does not compute in float64")],
+    "rollout.engine=vllm": ["model.dtype=auto, float32 or bfloat16: vLLM does not compute in float64"],
     "model.compile=true": [
-        ("model.checkpoint_blocks", "auto, none or all", "by itself it recomputes what is cheap")],
-    "model.products": [("model.dtype", "auto or float32", "it rounds what is multiplied in float32")],
+        "model.checkpoint_blocks=auto, none or all: by itself it recomputes what is cheap",
+    ],
+    "model.products": ["model.dtype=auto or float32: it rounds what is multiplied in float32"],
     "model.products without loss.tis_cap": [
-        ("rollout.engine", "auto or torch", "vLLM does not round like this; loss.tis_cap corrects for it")],
+        "rollout.engine=auto or torch: vLLM does not round like this; loss.tis_cap corrects for it",
+    ],
     "rollout.group_size=1": [
-        ("prune.completions.kind", "none", "there is nothing to compare a completion with"),
-        ("prune.prompts.kind", "none", "one completion has no |advantage| to remember a prompt by"),
-        ("rollout.until", "offered or full", "the rewards of one completion never differ"),
+        "prune.completions.kind=none: there is nothing to compare a completion with",
+        "prune.prompts.kind=none: one completion has no |advantage| to remember a prompt by",
+        "rollout.until=offered or full: the rewards of one completion never differ",
     ],
     "advantage.kind=decoupled": [
-        ("rollout.until", "offered", "its scale is computed over one round"),
-        ("prune.prompts.kind", "none", "its scale would come from the prompts rolled out only")],
+        "rollout.until=offered: its scale is computed over one round",
+        "prune.prompts.kind=none: its scale would come from the prompts rolled out only",
+    ],
     "advantage.kind=shrinkage": [
-        ("rollout.until", "offered", "flat groups have advantages, so none may be replaced"),
-        ("prune.prompts.kind", "none", "its baseline would come from the prompts rolled out only")],
-    "loss.trust.kind=clip_sequence": [("prune.tokens.kind", "none", "its ratio is over all tokens")],
+        "rollout.until=offered: flat groups have advantages, so none may be replaced",
+        "prune.prompts.kind=none: its baseline would come from the prompts rolled out only",
+    ],
+    "loss.trust.kind=clip_sequence": ["prune.tokens.kind=none: its ratio is over all tokens"],
     "prune.completions.compare=kept": [
-        ("advantage.kind", "group_norm, centred or leave_one_out", "only these compare a group with itself")],
+        "advantage.kind=group_norm, centred or leave_one_out: only these compare a group with itself",
+    ],
     "update.redraw=true without prune.tokens.kind=prefix": [
-        ("prune.completions.kind", "bernoulli or pps", "without chance every draw is the same")],
-    "rollout.until=full": [("prune.tokens.kind", "none", "pack.budget counts whole completions")],
+        "prune.completions.kind=bernoulli or pps: without chance every draw is the same",
+    ],
+    "rollout.until=full": ["prune.tokens.kind=none: pack.budget counts whole completions"],
     "prune.completions.kind=bernoulli or pps": [
-        ("loss.denominator", "all", "its weights restore the full batch, not a mean over the kept")],
+        "loss.denominator=all: its weights restore the full batch, not a mean over the kept",
+    ],
     "prune.prompts.kind=bernoulli or pps": [
-        ("loss.denominator", "all", "its weights restore the full batch, not a mean over the kept"),
-        ("rollout.until", "offered or full", "a prompt that is replaced must not be weighed for too")],
+        "loss.denominator=all: its weights restore the full batch, not a mean over the kept",
+        "rollout.until=offered or full: a prompt that is replaced must not be weighed for too",
+    ],
     ("prune.prompts.kind=bernoulli, pps or rank without loss.denominator=kept "
      "without rollout.until=informative"): [
-        ("loss.normalize", "sequence, constant or sum", SKIPPED), ("loss.likelihood", "0.0", SKIPPED),
-        ("loss.entropy", "0.0", SKIPPED),
-        ("prune.truncated", "false", "nobody knows how many answers of a skipped prompt would be cut")],
+        f"loss.normalize=sequence, constant or sum: {SKIPPED}",
+        f"loss.likelihood=0.0: {SKIPPED}",
+        f"loss.entropy=0.0: {SKIPPED}",
+        "prune.truncated=false: nobody knows how many answers of a skipped prompt would be cut",
+    ],
     "loss.trust.kind=none without loss.old_logp=recompute": [
-        ("loss.tis_cap", "null", "with loss.old_logp=engine there is no ratio to cap")],
+        "loss.tis_cap=null: with loss.old_logp=engine there is no ratio to cap",
+    ],
     "loss.mask_ratio": [
-        ("loss.old_logp", "recompute", "a ratio to the engine holds the correction already"),
-        ("prune.tokens.kind", "none", "its mean ratio is over all tokens")],
+        "loss.old_logp=recompute: a ratio to the engine holds the correction already",
+        "prune.tokens.kind=none: its mean ratio is over all tokens",
+    ],
 }
-
 # As reward/<name>, beside the components.
 LOGGED_NAMES = {"mean", "std", "unparsed", "timed_out", "died", "disagree"}
 QUESTION_ONLY = re.compile(r"(([^{}]|\{\{|\}\})*\{question\})+([^{}]|\{\{|\}\})*")  # for str.format
@@ -83,9 +104,8 @@ def prompt_rules(cfg: Any) -> Iterator[Rule]:
     data, own = cfg.data, cfg.data.prompt
     yield ("data.prompt", own is None or QUESTION_ONLY.fullmatch(own),
            "a text with {question} and nothing else in braces; a brace of the text itself is doubled")
-    yield ("data.prompt", own is None or "\\n" not in own,
-           "in double quotes if it has a new line, and after --set in single quotes as well: "
-           "'data.prompt=\"Question: {question}\\nAnswer:\"'; without them \\n is a backslash and an n")
+    yield ("data.system_prompt", not re.fullmatch(r"[\w./~-]+\.[a-z]\w{1,5}", data.system_prompt or ""),
+           "the text itself; to read it from a file, set data.system_prompt.file")
     for name in ("system_prompt", "chat_template", "template"):
         yield f"data.{name}", own is None or getattr(data, name) is None, "null with data.prompt"
     yield "rollout.stop", all(cfg.rollout.stop or [" "]), "texts that are not empty"
@@ -131,8 +151,10 @@ def reward_rules(cfg: Any) -> Iterator[Rule]:
     yield "reward.accuracy", bool(reward.weights), "other than 0: no other component has a weight"
     yield ("reward.overlong_tokens", (reward.overlong_tokens is None) == (reward.overlong is None),
            "set with reward.overlong, and null without")
-    yield ("reward.custom_file", (reward.custom_file is None) == (not reward.functions),
-           "set with reward.custom, and null without")
+    yield ("reward.custom_file", reward.custom_file or not reward.functions,
+           f"the file that has {', '.join(reward.functions.values())}(), set with reward.custom")
+    yield ("reward.custom", reward.functions or not reward.custom_file,
+           f"1 or {{name: weight}} to call functions of reward.custom_file={reward.custom_file}")
     yield ("reward.overlong_tokens", reward.overlong_tokens is None or 1 <= reward.overlong_tokens <= most,
            f"in 1..{most} (rollout.max_new_tokens)")
     taken = {f.name for f in fields(reward)} | LOGGED_NAMES
@@ -170,8 +192,9 @@ def table_rules(cfg: Any) -> Iterator[Rule]:
                 yield key, flat[key] == default, f"left out, or {spelled(default)}, unless {choice}{why}"
     for choice, requirements in requires:
         chosen = re.split("[= ]", choice)[0]
-        for key, allowed, why in requirements if is_chosen(flat, choice) else ():
-            yield key, is_chosen(flat, f"{key}={allowed}"), f"{allowed} with {chosen}={flat[chosen]}: {why}"
+        for demand, _, why in (entry.partition(": ") for entry in requirements if is_chosen(flat, choice)):
+            key, _, allowed = demand.partition("=")
+            yield key, is_chosen(flat, demand), f"{allowed} with {chosen}={flat[chosen]}: {why}"
 
 
 def all_rules(cfg: Any) -> Iterator[Rule]:

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +21,7 @@ import config
 import data
 import model as decoder
 import train
-from infra import checks, dist, tokenizer
+from infra import checks, dist, runfolder, tokenizer
 from infra import weights as weights_on_disk
 from infra.choices import resolve_auto
 from infra.export import save_weights
@@ -118,6 +118,18 @@ def command(monkeypatch):
     return run
 
 
+@pytest.fixture
+def refused(command, capsys):
+    """Run a program that ends with status 2 and one line of error, which is returned."""
+    def run(program, *words) -> str:
+        capsys.readouterr()
+        assert command(program, *words) == 2
+        line, = capsys.readouterr().err.splitlines()
+        return line
+
+    return run
+
+
 @pytest.fixture(scope="session", autouse=True)
 def process_group():
     os.environ.pop("RANK", None)
@@ -186,6 +198,11 @@ def toy_config(out: Path, *overrides: str, name: str = "cppo_toy.yaml") -> confi
         "data.limit=256", "model.dtype=float64", "steps=2", "rollout.group_size=8", "rollout.prompts_per_step=4",
         "rollout.max_new_tokens=48", "pack.capacity=1024", "optim.warmup_steps=0", "update.minibatches=1",
         *["critic.minibatches=1", "critic.warmup_steps=0"] * of_critic, *overrides])
+
+
+def steps_of(run: Path) -> list[dict]:
+    """What a run has logged of its steps, without evaluations."""
+    return [line for line in runfolder.read_log(run / "metrics.jsonl") if "rollout/tokens" in line]
 
 
 def parts_of(cfg: config.Config, folder: Path = TOY, prompts: Iterable[Prompt] = ()) -> train.Parts:
@@ -276,9 +293,14 @@ def attention_by_mask(q, k, v, segments: Segments, window: int | None = None) ->
     return torch.einsum("hqk,khe->qhe", score_HTT.masked_fill(~seen_TT, float("-inf")).softmax(-1), v)
 
 
+def unshared(lengths: Sequence[int], device: torch.device | None = None) -> Segments:
+    """Segments that share nothing: each attends to itself."""
+    return Segments.of(lengths, lengths, torch.arange(sum(lengths), device=device))
+
+
 def attend_alone(layer: int, q, k, v, window=None) -> torch.Tensor:
     """Causal attention of one sequence that is all there is."""
-    return attention_by_mask(q, k, v, Segments.plain([len(q)]), window)
+    return attention_by_mask(q, k, v, unshared([len(q)]), window)
 
 
 def logp_alone(model: torch.nn.Module, group: Group, sample: Sample, temperature: float = 1.0) -> torch.Tensor:

@@ -21,7 +21,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[0] = str(ROOT)
+sys.path.insert(0, str(ROOT))
+
+from test_recipes import copy_repository  # noqa: E402
 
 import config  # noqa: E402
 from settings import leaves  # noqa: E402
@@ -36,17 +38,13 @@ for name in ("grpo", "cppo", "dppo"):
 
 def copy_without(gone: list[str], folder: Path) -> None:
     """Copy the files that git tracks, without some leaves."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
-    dropped = configs_of(gone) | ({ROOT / "report.py"} if "page" in gone else set())  # a program of that leaf
-    for name in listed.stdout.split("\n"):
-        path = Path(name)
-        fallen = path.parts[:1] == ("leaves",) and path.parts[1] in gone
-        if (ROOT / path).is_file() and not fallen and ROOT / path not in dropped:
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / path, folder / path)
+    copy_repository(folder)
+    for path in configs_of(gone) | ({ROOT / "report.py"} if "page" in gone else set()):  # a program of that leaf
+        (folder / path.relative_to(ROOT)).unlink(missing_ok=True)
     table = folder / "settings" / "leaves.py"
     text = table.read_text()
     for leaf in gone:
+        shutil.rmtree(folder / "leaves" / leaf)
         text, lines = re.subn(rf'\n    "{leaf}": .*', "", text)
         assert lines == 1, leaf
     table.write_text(text)

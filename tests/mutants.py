@@ -56,8 +56,8 @@ BUGS = {
         ("d_C.exp() - d_C - 1", "d_C.exp() + d_C - 1", "loss"),
         ("return pruned.weight_NG /", "return kept_NG /", "loss"),
         ("loss.kl * (weight_C * ratio_C * k3_C).sum()", "loss.kl * (ratio_C * k3_C).mean()", "invariance"),
-        ("gap_C.exp().clamp(max=cap)", "gap_C.exp()", "loss"),
-        ("(ratio_S <= mask_ratio) & (ratio_S * mask_ratio >= 1)", "(ratio_S <= mask_ratio)", "loss"),
+        ("gap_C.exp().clamp(max=cap)", "gap_C.exp()", "objectives"),
+        ("(ratio_S <= mask_ratio) & (ratio_S * mask_ratio >= 1)", "(ratio_S <= mask_ratio)", "loop"),
         ("else offered * len_NG.shape[1] -", "else len_NG.numel() -", "unbiased"),
         ("(logp_C - old_C).exp() if loss.kl_corrected else 1", "1", "objectives"),
         ("row.bonus_C * factor_C * entropy_C", "row.bonus_C * entropy_C.detach()", "objectives"),
@@ -76,7 +76,7 @@ BUGS = {
         ("completion if n == before else keys[-1]", "keys[-1]", "pack"),
         ("        before[0] = prompt_start + len(prompt) - 1\n", "", "pack"),
         ("before[0] = prompt_start + len(prompt) - 1", "before[0] = prompt_start + len(prompt)", "objectives"),
-        ("prompt_start, group = end, n", "prompt_start, group = 0, n", "shared"),
+        ("prompt_start, group = end, n", "prompt_start, group = 0, n", "pack"),
         ("np.arange(start - 1, end - 1)", "np.arange(start, end)", "pack"),
     ],
     "update": [
@@ -106,8 +106,8 @@ BUGS = {
     ],
     "infra/checkpoint": [
         ("if p.requires_grad} or named", "if p.requires_grad} or {}", "loop"),
-        ("tried = sorted(steps, key=lambda path: step_of(path.name) > last)",
-         "tried = [path for path in steps if step_of(path.name) <= last]", "lost"),
+        ("tried = sorted(steps, key=lambda path: step_of(path) > last)",
+         "tried = [path for path in steps if step_of(path) <= last]", "lost"),
         ('if steps and named not in ("", steps[0].name):', "if False:", "lost"),
         ('refuse(step, find_damage(step, "policy/"))', "pass", "lost"),
         ("if differing := list(differences(first, other)):", "if differing := False:", "one_run"),
@@ -129,6 +129,10 @@ BUGS = {
         ("except SafetensorError as error:  # its own name", "except BlockingIOError as error:  #", "damaged"),
     ],
     "infra/tokenizer": [
+        ("if i in self.ends], default=to)", "if False], default=to)", "dialects"),
+        ("own = sample.ids[start:to], len(texts) % 2 == 0", "own = sample.ids[start:to], True", "environment"),
+        ("texts if to > start else texts[:-2]", "texts", "dialects"),
+        ("texts.append(opened + text)", "texts.append(text)", "environment"),
         ('!= aside.sub("", kept):', '== "":', "damaged"),
         ("if marker in text and len(self.rust.encode(marker, add_special_tokens=False)) != 1:", "if False:", "damaged"),
     ],
@@ -153,7 +157,7 @@ BUGS = {
     "leaves/preferences/join": [
         ("[:, :, None] > reward_NG", "[:, :, None] >= reward_NG", "preference"),
         ("pull_NGG.sum(dim=2) - pull_NGG.sum(dim=1)", "pull_NGG.sum(dim=2)", "preference"),
-        ("(-beta / count_N1 *", "(-beta *", "preference"),
+        ("(-beta / count_N1 *", "(-beta *", "objectives"),
     ],
     "leaves/critic/join": [
         ("keep_NG * weight_N1", "keep_NG * 1.0", "critic"),
@@ -166,7 +170,7 @@ BUGS = {
         ("return places[places >= first]", "return places", "window"),
         ("draw.age >= self.settings.max_age", "draw.age > self.settings.max_age", "flight"),
         ("sampling.prompts_per_step - skipped", "sampling.prompts_per_step", "flight"),
-        ("replace(piece, **{before: piece.length}, pending=False)", "replace(piece, pending=False)", "flight"),
+        ("replace(piece, fresh_from=piece.length, ", "replace(piece, ", "flight"),
         ("draw.age + 1 + i // N", "draw.age + i // N", "flight"),
     ],
     "leaves/environment/join": [
@@ -180,6 +184,13 @@ BUGS = {
         ("replies=((0, len(ids)),)", "replies=((1, len(ids)),)", "environment"),
         ("dist.max_over_ranks(len(going_on)) if self.lock_step else going_on", "going_on", "environment"),
         ("finished=False, cut=True", "cut=True", "environment"),
+    ],
+    "leaves/environment/calls": [
+        ('said, objects = THOUGHT.sub("", turn),', "said, objects = turn,", "environment"),
+        ("if not said.strip() and (TAGS.search(turn) or re.search(objects, turn)):", "if False:", "environment"),
+        ("values = [error]", "pass", "environment"),
+        ("values += value if isinstance(value, list) else [value]", "values += [value]", "environment"),
+        ("BETWEEN.match(body, place).end()", "place", "environment"),
     ],
     "leaves/environment/replies": [
         ("self.encode(anchor + text)[len(self.encode(anchor)):]", "self.encode(text)", "dialects"),

@@ -8,7 +8,6 @@ import sys
 import time
 from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 
 import common
 import gpu
@@ -21,14 +20,12 @@ import step
 import torch
 import try_method
 from conftest import ROOT
-from test_device import small
 
 import config
 from advantage import flat_groups
 from config import ConfigError
 from infra import device as hardware
 from infra import dist
-from model import Decoder
 
 
 @pytest.mark.slow
@@ -203,22 +200,6 @@ def test_a_table_has_the_columns_that_some_row_has_and_lists_as_their_median_and
     assert common.table(rows, left_out=("part", "failed")).splitlines() == [
         "| way   | seconds   | passed | tokens | rate   |", "| ----- | --------- | ------ | ------ | ------ |",
         "| a     | 2 (1 - 3) | yes    |        |        |", "| \\|b\\| |           |        | 12,345 | 54,321 |"]
-
-
-def test_flop_count_what_tokens_meet():
-    """Two completions of 2 tokens behind a prompt of 3, a row of 7: the second's meet 3 + 1 and 3 + 2 keys, less a half
-    each. Two blocks of 128 weights; beside each 58 sides of rank 3. Nothing asks for the gradient of what the first
-    layer's q, k and v read: 32 weights, and 3 factors of 3 x 4."""
-    from leaves.lora import join as lora
-    from leaves.lora.settings import Lora
-    with torch.device("meta"):
-        policy = Decoder(small())
-    row = SimpleNamespace(queries=(5, 2), keys=(5, 5))
-    attention = 12 * 2 * 4 * (12.5 + 8)
-    assert shapes.flop(policy, [row], 4) == 6 * 2 * 128 * 7 + 6 * 40 * 4 + attention
-    lora.adapt(policy, Lora(rank=3), torch.bfloat16)
-    blocks = 2 * (4 * 128 + 6 * 3 * 58) - 2 * (32 + 3 * 3 * 4)
-    assert shapes.flop(policy, [row], 4) == blocks * 7 + 4 * 40 * 4 + attention
 
 
 def run_program(name: str, *given: str, env=os.environ) -> str:

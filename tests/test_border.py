@@ -10,7 +10,7 @@ import torch
 import transformers
 from conftest import TOY, load, toy_config, write_tiny
 from safetensors.torch import load_file, save_file
-from test_data import write
+from test_data import edit, write
 
 import config
 import learner as programs
@@ -196,7 +196,7 @@ def test_marks_that_are_special_tokens_reach_the_rewards_and_ends_do_not(tmp_pat
     text = f"<think>{REASONED}"
     ids = read.encode([f"{text}<|im_end|>"])[0]
     assert {rust.token_to_id(mark) for mark in marks} < set(ids)
-    assert read.decode(ids) == "2 + 2\n\n4" and read.read(ids) == text
+    assert read.decode(ids) == "2 + 2\n\n4" and read.read(Sample(ids, [0.0] * len(ids), True)) == (text,)
     assert formats(read, f"{text}<|im_end|>") == 1
 
 
@@ -222,14 +222,19 @@ def test_a_head_in_a_tied_folder_is_the_embedding_and_stored_rotary_frequencies_
         load(folder)
 
 
-def test_without_a_word_on_ties_the_files_decide(tmp_path):
+def test_a_tied_matrix_is_read_under_either_name_and_without_a_word_on_ties_there_is_none(tmp_path):
+    """As by transformers, which would draw the matrix that is missing."""
     folder = folder_with(tmp_path / "model")
+    before = load(folder).embed_tokens.weight
+    changed(folder, model__embed_tokens__weight=None, lm_head__weight=before.clone())
+    assert torch.equal(load(find_model(str(folder))).embed_tokens.weight, before)
+    edit(folder, "config.json", tie_word_embeddings=False)
+    with pytest.raises(ConfigError, match="model.embed_tokens.weight is nothing, where it says"):
+        load(find_model(str(folder)))
+    changed(folder, model__embed_tokens__weight=2 * before)
     said = json.loads((folder / "config.json").read_text())
-    del said["tie_word_embeddings"]
-    (folder / "config.json").write_text(json.dumps(said))
-    assert read_shape(folder).tied and load(folder).shape.tied
-    head = torch.randn_like(load_file(folder / "model.safetensors")["model.embed_tokens.weight"])
-    assert torch.equal(load(changed(folder, lm_head__weight=head)).head_VD, head)
+    (folder / "config.json").write_text(json.dumps({key: said[key] for key in said if key != "tie_word_embeddings"}))
+    assert torch.equal(load(folder).head_VD, before) and not read_shape(folder).tied
 
 
 @pytest.mark.parametrize("other", ["model-00002-of-00002.safetensors", "adapter_config.json",
@@ -242,6 +247,10 @@ def test_a_folder_has_one_set_of_weights(other, tmp_path):
         (folder / other).write_text("{}")
     with pytest.raises(ConfigError, match=f"holds .*{other}.*, and a model has one set of weights"):
         load(find_model(str(folder)))
+    (folder / "config.json").unlink()
+    told = "it is an adapter: set model.lora.path" if other.endswith("json") else "give a Hugging Face folder"
+    with pytest.raises(ConfigError, match=f"model.path={folder} has no config.json; {told}"):
+        find_model(str(folder))
 
 
 def test_an_index_names_the_one_set_of_weights_beside_which_mistrals_second_copy_may_lie(tmp_path):

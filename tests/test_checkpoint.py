@@ -125,9 +125,10 @@ def test_a_save_holds_the_weights_of_its_moment(role, tmp_path):
     checkpoints.reach(1, {})
     checkpoints.save()
     waited = []
-    checkpoints.copied.append(SimpleNamespace(result=lambda: waited.append(True)))
+    copied = SimpleNamespace(result=lambda: waited.append(True))
+    checkpoints.saves.append(SimpleNamespace(staging_completion=copied, upload_completion=copied))
     checkpoints.wait_for_copies()
-    assert waited
+    assert waited == [True]
     nudge(role[0], 1.0)
     learn(*role)
     checkpoints.wait()
@@ -231,7 +232,7 @@ def test_a_run_that_dies_while_it_publishes_goes_on_and_saves_again(target, role
     full = Mock(side_effect=OSError(28, "No space left on device"))
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "publish", full)
-        with pytest.raises(ConfigError, match="No space left.*there is none before it.*--resume auto"):
+        with pytest.raises(ConfigError, match="No space left.*make room; --resume auto begins it again"):
             saved(tmp_path / "first", role, 1)
     checkpoints = saved(tmp_path, role, 1, keep=1)
     monkeypatch.setattr(*target, full)
@@ -278,7 +279,7 @@ def test_a_checkpoint_of_another_model_is_named(change, message, role, tiny, tmp
 
 
 @pytest.mark.slow
-def test_a_checkpoint_becomes_a_hugging_face_folder(tmp_path, command, capsys):
+def test_a_checkpoint_becomes_a_hugging_face_folder(tmp_path, command, refused):
     few = ["steps=1", "model.dtype=float32", "rollout.max_new_tokens=8", "eval.max_new_tokens=8"]
     final = weights(train.train(toy_config(tmp_path / "run", *few)))
     before = weights(load(TOY))
@@ -289,8 +290,7 @@ def test_a_checkpoint_becomes_a_hugging_face_folder(tmp_path, command, capsys):
     assert all(torch.equal(exported[name], p) for name, p in final.items())
     assert data.Tokenizer(tmp_path / "hf").eos_ids == data.Tokenizer(TOY).eos_ids
     assert not (tmp_path / "hf_adapter").exists() and not (tmp_path / "run" / "hf_adapter").exists()
-    assert command(learner, path, "--out", tmp_path / "hf") == 2
-    assert f"--out {tmp_path / 'hf'} is a file, or a folder with something in it" in capsys.readouterr().err
+    said = refused(learner, path, "--out", tmp_path / "hf")
+    assert f"--out {tmp_path / 'hf'} is a file, or a folder with something in it" in said
     (path / "extra.pt").unlink()
-    assert command(learner, path, "--out", tmp_path / "new") == 2
-    assert "is not a whole checkpoint" in capsys.readouterr().err
+    assert "is not a whole checkpoint" in refused(learner, path, "--out", tmp_path / "new")

@@ -144,15 +144,6 @@ def launch(out, *options: str, resume: tuple[str, ...] = (), adapter: str = "nul
                             env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
 
-def wait_for(process: subprocess.Popen, text: str) -> None:
-    seen = []
-    for line in process.stderr:
-        seen.append(line)
-        if text in line:
-            return
-    raise AssertionError("".join(seen))
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Callable[[str], tuple]:
     """The same run, undisturbed."""
@@ -168,7 +159,7 @@ def whole(tmp_path_factory) -> Callable[[str], tuple]:
 @pytest.mark.slow
 def test_a_worker_that_dies_takes_the_others_down_and_is_named(tmp_path):
     process = launch(tmp_path / "run", "--standalone", "--nproc_per_node=2")
-    wait_for(process, "step 1:")
+    wait_for_step(process, tmp_path / "run", 1)
     os.kill(family(process.pid)[2], signal.SIGKILL)  # of rank 1
     said = process.communicate()[1]
     assert process.returncode == 1
@@ -193,7 +184,7 @@ def test_restarts_want_a_store_of_their_own(monkeypatch):
 def test_a_worker_that_dies_is_restarted_and_resumes_by_itself(adapter, tmp_path, whole):
     process = launch(tmp_path / "run", "--standalone", "--nproc_per_node=2", "--max-restarts=1",
                      resume=("--resume", "auto"), adapter=adapter)
-    wait_for(process, "step 10:")
+    wait_for_step(process, tmp_path / "run", 10)
     os.kill(family(process.pid)[2], signal.SIGKILL)  # of rank 1
     said = process.communicate()[1]
     assert process.returncode == 0, said
@@ -206,7 +197,7 @@ def test_two_agents_train_as_one_and_the_one_that_comes_back_goes_on(tmp_path, w
                f"--rdzv_endpoint=localhost:{free_port()}")
     host = launch(tmp_path / "run", *options, "--rdzv_conf=is_host=1", resume=("--resume", "auto"))
     guest = launch(tmp_path / "run", *options, "--rdzv_conf=is_host=0", resume=("--resume", "auto"))
-    wait_for(host, "step 10:")
+    wait_for_step(host, tmp_path / "run", 10)
     for pid in family(guest.pid):
         os.kill(pid, signal.SIGKILL)
     guest.wait()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import TOY, as_rolled, load, make_groups, toy_config, weights
+from conftest import TOY, as_rolled, make_groups, toy_config
 from test_invariance import on_ranks
 
 import collect
@@ -17,8 +17,7 @@ import history
 import train
 from advantage import advantage
 from collect import Sampler, Selection, choose, lacks
-from infra import checkpoint, dist, runfolder
-from infra.checkpoint import tensors
+from infra import dist, runfolder
 from prune import adapt_p
 from records import Prompt, Rolled, Sample
 from settings.kinds import GroupNorm
@@ -207,22 +206,14 @@ def test_easy_and_hard_meet_in_the_middle_of_what_groups_are_compared_by():
      "prune.completions={kind: pps, keep: 1, scope: batch}", "update.minibatches=2"),
 ])
 def test_a_step_that_rolls_nothing_out_and_one_without_variance_are_finite(settings, tmp_path):
-    """Nothing changes then; momentum alone would move the weights of every step after the first."""
-    train.train(toy_config(tmp_path / "run", "optim.lr=1e-3", "checkpoint.every=1", "checkpoint.keep=12",
-                           "data.eval=null", *settings, name="grpo_toy.yaml"))
+    """That nothing changes then, whatever momentum there is, is what test_loop.py says."""
+    train.train(toy_config(tmp_path / "run", "optim.lr=1e-3", "data.eval=null", *settings, name="grpo_toy.yaml"))
     lines = runfolder.read_log(tmp_path / "run" / "metrics.jsonl")
     assert all(math.isfinite(value) for line in lines for value in line.values())
     found = [line for line in lines if "time/step" in line]
-    states = []
-    for n in range(1, len(found) + 1):
-        model = load(TOY, torch.float64)
-        checkpoint.load_tensors(tmp_path / "run" / "checkpoints" / f"step_{n:06d}" / "policy", tensors(model))
-        states.append(weights(model))
-    still = [all(torch.equal(a, b) for a, b in zip(before.values(), after.values(), strict=True))
-             for before, after in zip(states, states[1:], strict=False)]
-    assert still == [line["train/grad_norm"] == 0 for line in found[1:]]
     if "steps=8" in settings:
-        assert any(line["rollout/prompts"] == 0 for line in found) and any(still) and not all(still)
+        assert {line["train/grad_norm"] == 0 for line in found} == {True, False}
+        assert 0 in {line["rollout/prompts"] for line in found}
 
 
 def test_differences_in_length_alone_are_no_information_for_dapo(in_order, tmp_path):

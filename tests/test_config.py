@@ -1,6 +1,5 @@
 """Settings: what is wrong is named with its dotted path, what is right survives the round trip."""
 
-import ast
 import os
 import re
 from dataclasses import MISSING, fields, is_dataclass
@@ -8,12 +7,13 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import pytest
-from conftest import PUBLISHED, ROOT
+from conftest import PUBLISHED
 
 import config
 import train
 from config import ConfigError, load
-from settings import kinds, rules
+from infra import commands
+from settings import hints, kinds, rules
 from settings import loader as settings
 from settings.leaves import LEAVES as TABLE
 from settings.leaves import settings_of
@@ -39,49 +39,8 @@ def error_of(path: Path, overrides: str | list[str]) -> str:
     return str(error.value)
 
 
-# What an override must be; of several the last.
-MUST_BE = [(override, allowed) for allowed, overrides in {
-    "a whole number, at least 1": ["steps=3.5", "steps=010", "steps=1:30", "steps=-010", "steps=2024-01-01"],
-    "a whole number, at least 1, or all": ["checkpoint.keep=most", "checkpoint.keep=2.5"],
-    "a finite number, above 0": ["optim.lr=fast", "optim.lr=1:30.5"],
-    "a finite number, or null": ["loss.trust.dual=x"],
-    "true or false": ["optim.offload=1"],
-    "one of token, sequence, constant, sum": ["loss.normalize=word"],
-    "one of all, attention, mlp": ["model.lora.targets=head"],
-    "a section with rank, alpha, targets, path": ["model.lora=8"],
-    "a section with path, dtype, products, attention, checkpoint_blocks, compile, logp_chunk, lora": ["model=m"],
-    "at least 1": ["steps=0", "rollout.max_rounds=0", "windows.in_flight=0.5",
-                   "advantage.kind=soft_value & advantage.samples=0"],
-    "at least 1, or null": ["loss.tis_cap=0", "windows.max_age=0", "pack.window=0", "model.lora.rank=0"],
-    "at least 1, or all": ["checkpoint.keep=0"],
-    "at least 0": ["log.groups=-1", "optim.warmup_steps=-1", "eval.temperature=-1", "loss.entropy=-0.1"],
-    "at least 0 (0: only before and after)": ["eval.every=-1"],
-    "above 0": ["loss.trust={kind: binary_kl, divergence: 1} & loss.trust.divergence=0",
-                "model.lora.alpha=0", "advantage.eps=0", "advantage.kind=decoupled & advantage.eps=0",
-                "advantage.kind=soft_value & advantage.beta=0"],
-    "above 0: greedy groups have no advantage": ["rollout.temperature=0"],
-    "above 0, or null": ["rollout.cache_gib=0", "critic.lr=0", "advantage.kind=soft_value & advantage.residual=0",
-                         "advantage.kind=gae & advantage.alpha=0"],
-    "above 1": ["loss.trust={kind: binary_kl, divergence: 1} & loss.trust.cap=1"],
-    "above 1, or null": ["loss.mask_ratio=1"],
-    "at least 1, and left out unless rollout.until=informative": ["rollout.oversample=0.5"],
-    "in [0, 1]": ["loss.trust.low=1.1", "advantage.kind=gae & advantage.lam=1.1"],
-    "in [0, 1)": ["optim.beta2=1", "optim.beta1=-0.1"],
-    "in (0, 1]": ["eval.top_p=0"],
-    "in (0, 1)": ["prune.prompts.kind=greso & prune.prompts.target=0",
-                  "prune.prompts.kind=greso & prune.prompts.target=1"],
-    "in [-1, 1]": ["reward.custom_ended=2"], "in [-1e6, 1e6]": ["reward.accuracy=-2000000"],
-    "in [0.05, 0.95], as GRESO bounds it": ["prune.prompts.kind=greso & prune.prompts.explore=1"],
-    "in [0, 1): no weight makes up for a certain drop": [
-        "prune.completions.kind=bottom & prune.completions.drop_prob=1",
-        "prune.completions.kind=bernoulli & prune.completions.drop_prob=1",
-        "prune.completions.kind=bernoulli & prune.completions.drop_prob=-0.1",
-        "prune.prompts={kind: rank, max_skips: 1} & prune.prompts.drop_prob=1"],
-    "at least 1: a prompt that is never rolled out is never measured again": [
-        "prune.prompts={kind: rank, drop_prob: 0.5} & prune.prompts.max_skips=0"],
-    "at least 1 and at most rollout.group_size; to train on all set prune.completions.kind=none": [
-        "prune.completions.kind=topk & prune.completions.keep=0"],
-}.items() for override in overrides]
+CASES = config.yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())
+MUST_BE = [(override, allowed) for allowed, overrides in CASES["must_be"].items() for override in overrides]
 
 
 @pytest.mark.parametrize(("overrides", "allowed"), MUST_BE)
@@ -100,94 +59,7 @@ NAMED = {
     "VLLM": "rollout.engine=vllm", "HUGE": "steps=1" + "0" * 400, "DEEP": "steps=" + "[" * 3000}
 
 
-@pytest.mark.parametrize(("overrides", "message"), [
-    ("HUGE", "0...0"), ("HUGE", " must be below 2**63"), ("DEEP", "[[[...[[["),
-    ("loss.per=token", "unknown key 'loss.per': it is called 'loss.normalize' now"),
-    ("loss={count: kept}", "unknown key 'loss.count': it is called 'loss.denominator' now"),
-    ("prune.completions.kep=4", "unknown key 'prune.completions.kep'. Did you mean 'prune.completions.keep'?"),
-    ("qqq=4", "unknown key 'qqq'. Valid keys: out, steps, model"),
-    ("prune.kind=topk", "unknown key 'prune.kind'. Valid keys: prune.completions"),
-    ("model.lora.r=8", "unknown key 'model.lora.r'. Valid keys: model.lora.rank"),
-    ("data.columns={foo: x}", "unknown key 'data.columns.foo'. Valid keys: data.columns.question, data.columns.answer"),
-    ("steps=true", "steps=True must be a whole number"), ("optim.lr=true", "optim.lr=True must be a finite number"),
-    ("optim.lr=.nan", "optim.lr=nan must be a finite number"),
-    ("loss.kl=.inf", "loss.kl=inf must be a finite number"),
-    ("checkpoint.keep=null", "checkpoint.keep=None must be a whole number, at least 1, or all"),
-    ("advantage.correction=true", "advantage.correction=True must be one of 0, 1"),
-    ("data={dir: 3}", "data.dir=3 must be a text, or null"), ("data={train: 3}", "data.train=3 must be a text"),
-    ("out=", "out=None must be a text"),
-    ("rollout.stop=x", "rollout.stop='x' must be a list, each item a text, or null"),
-    ("rollout.stop=[a, 1]", "rollout.stop[1]=1 must be a text"),
-    ("data.template=x", "data.template='x' must be a mapping {name: anything}, or null"),
-    ("reward.custom=x", "reward.custom='x' must be a finite number, in [-1e6, 1e6], or a mapping {name: "),
-    ("reward.custom=1e308", "reward.custom='1e308' must be in [-1e6, 1e6], or a mapping {name: "),
-    ("steps", "--set 'steps' must have the form setting=value"),
-    ("steps=[a", "--set 'steps=[a': the value is not valid yaml: while parsing a flow sequence"),
-    ("prune.completions={kind: topk, keep: 4, keep: 2}", "the value is not valid yaml: 'keep' is given twice in"),
-    ("prune.completions={kind: topk, keep: 5}", "prune.completions.keep=5 must be in 1..4 (rollout.group_size); to"),
-    ("prune.completions.kind=bernoulli", "missing key 'prune.completions.drop_prob' (a finite number, in [0, 1): no"),
-    ("rollout.tensor_parallel=2", "rollout.tensor_parallel=2 must be left out, or 1, unless rollout.engine=vllm"),
-    ("VLLM & model.dtype=float64", "model.dtype=float64 must be auto, float32 or bfloat16 with rollout."),
-    ("VLLM & rollout.temperature=0.001", "rollout.temperature=0.001 must be at least 0.01 unless"),
-    ("VLLM & eval.temperature=0.005", "eval.temperature=0.005 must be 0 or at least 0.01 unless"),
-    ("loss={old_logp: engine, tis_cap: 2, trust: {kind: none}}", "loss.tis_cap=2.0 must be null with loss.trust.kind"),
-    ("loss.old_logp=engine & loss.mask_ratio=2", "loss.old_logp=engine must be recompute with loss.mask_ratio=2.0"),
-    ("PPS & loss.denominator=kept", "loss.denominator=kept must be all with prune.completions.kind=pps: its weights"),
-    ("THINNED & loss.normalize=token", "loss.normalize=token must be sequence, constant or sum with prune.prompts.kin"),
-    ("prune.prompts={kind: rank, drop_prob: 0.1, max_skips: 2}", "=0.1 must be 0 or enough to skip one of 6 (rollout."),
-    ("prune.completions={kind: bottom, drop_prob: 0.2}", "=0.2 must be 0 or enough to drop one of 4 (rollout.group"),
-    ("THINNED & INFORMATIVE", "rollout.until=informative must be offered or full with prune.prompts.kind=bernoulli"),
-    ("rollout.until=full", "pack.budget=None must be set with rollout.until=full"),
-    ("rollout.until=full & pack.budget=0", "pack.budget=0 must be in 1.."),
-    ("rollout.until=full & pack.budget=124801", "pack.budget=124801 must be in 1..124800 tokens, all that"),
-    ("model.lora.targets=mlp", "model.lora.targets=mlp must be left out, or all, unless model.lora.rank"),
-    ("pack.capacity=519", "pack.capacity=519 must be at least 520 tokens, one sequence (data.max_prompt"),
-    ("update.minibatches=4", "update.minibatches=4 must be a divisor of 6 (rollout.prompts_per_step)"),
-    ("rollout.group_size=1", "rollout.group_size=1 must be at least 2"),
-    ("PPS & update.redraw=true", "update.redraw=True must be false with one of update.epochs"),
-    ("update={epochs: 2, redraw: true}", "kind=none must be bernoulli or pps with update.redraw=True: without chan"),
-    ("reward.accuracy=0", "reward.accuracy=0.0 must be other than 0: no other component has"),
-    ("loss.trust.dual=1.1", "loss.trust.dual=1.1 must be above 1 + loss.trust.high"),
-    ("loss.kl_corrected=true", "loss.kl_corrected=True must be left out, or false, unless loss.kl: at 0 there"),
-    ("loss.likelihood=0.1 & reward={accuracy: 0, tag_exact: 1}", "must be left out, or 0.0, unless reward.acc"),
-    ("loss.likelihood=0.1 & THINNED", "loss.likelihood=0.1 must be 0.0 with prune.prompts.kind=bernoulli:"),
-    ("loss.entropy=0.1 & THINNED", "loss.entropy=0.1 must be 0.0 with prune.prompts.kind=bernoulli: with loss.denomin"),
-    ("prune={truncated: true, prompts: {kind: bernoulli, drop_prob: 0.5}}", "=True must be false with prune."),
-    ("RESIDUAL", "loss.trust.kind=clip must be none with advantage.residual=0.001: only then is its gradient"),
-    ("RESIDUAL & loss.trust.kind=none", "loss.normalize=sequence must be sum with advantage.residual=0.001"),
-    ("reward.overlong=1", "reward.overlong_tokens=None must be set with reward.overlong, and null without"),
-    ("reward.overlong_tokens=4", "reward.overlong_tokens=4 must be set with reward.overlong"),
-    ("reward={overlong: 1, overlong_tokens: 9}", "reward.overlong_tokens=9 must be in 1..8 (rollout.max_new"),
-    ("reward.custom=1", "reward.custom_file=None must be set with reward.custom, and null without"),
-    ("eval.n=2", "eval.n=2 must be left out, or 1, unless eval.temperature: at 0"),
-    ("model.compile=true & model.checkpoint_blocks=selective", "must be auto, none or all with model.compile"),
-    ("rollout.differ_in=accuracy", "rollout.differ_in=accuracy must be left out, or reward, unless rollout.until"),
-    ("rollout.differ_in=accuracy & INFORMATIVE & reward={accuracy: 0, wrong: -1}", "unless reward.accuracy: at 0"),
-    ("DECOUPLED & INFORMATIVE", "rollout.until=informative must be offered with advantage.kind=decoupled: its scale"),
-    ("advantage.kind=gae", "critic.lr=None must be above 0 with advantage.kind=gae"),
-    ("GAE & critic={lr: 1, pretrain_steps: 3}", "critic.pretrain_steps=3 must be in 0..2, below"),
-    ("advantage={kind: gae, alpha: 1, lam: 0.9} & critic.lr=1", "advantage.lam=0.9 must be left out with advantage"),
-    ("GAE & advantage.bootstrap=true & critic.lr=1", "=true must be left out, or prev, unless windows.tokens: nothing"),
-    ("GAE & critic.lr=1 & windows.tokens=9", "windows.tokens=9 must be in 1..8 (rollout.max_new"),
-    ("windows.tokens=4", "advantage.kind=group_norm must be gae with windows.tokens=4: completions of one"),
-    ("WINDOW & loss={normalize: token, likelihood: 0.1}", "loss.likelihood=0.1 must be 0.0 with windows.tokens=4: a s"),
-    ("WINDOW & loss={trust: {kind: clip_sequence}, normalize: token}", "must be clip, clamp, total_variation, binary_"),
-    ("WINDOW & prune.completions={kind: topk, keep: 2}", "=topk must be none with windows.tokens=4: an unfinished"),
-    ("windows.in_flight=2", "windows.in_flight=2.0 must be left out, or 1.0, unless windows.max_age: no group may"),
-    ("windows.max_age=1", "windows.max_age=1 must be null, or beside it either windows.in_flight above 1"),
-    ("INFORMATIVE & windows.max_age=1 & windows.in_flight=2", "windows.max_age=1 must be null, or beside it either"),
-    ("windows.max_age=1 & windows.in_flight=2", "windows.tokens=None must be in 1..8 with windows.in_flight above 1"),
-    ("INFORMATIVE & windows.max_age=1 & windows.tokens=4", "windows.tokens=4 must be in 1..8 with windows.in_flight"),
-    ("FLIGHT & windows.max_age=1", "windows.in_flight=3.0 must be at most 2, windows.max_age and 1: a step trains"),
-    ("FLIGHT & windows.in_flight=1.1", "windows.in_flight=1.1 must be 1, or enough for one group more than 6"),
-    ("FLIGHT & rollout.until=full & pack.budget=9", "rollout.until=full must be offered or informative with windows."),
-    ("FLIGHT & labels.kind=votes", "windows.tokens=4 must be null with labels.kind=votes: unfinished answers do not"),
-    ("INFORMATIVE & windows.max_age=1 & labels.kind=votes", "labels.kind=votes must be gold with windows.max_age=1"),
-    ("FLIGHT & advantage.kind=soft_value", "advantage.kind=soft_value must be another kind with windows.max_age: V*"),
-    ("FLIGHT & rollout.stop=[x]", "rollout.stop=['x'] must be null with windows.tokens=4: a text that lies"),
-    ("ONE & INFORMATIVE", "rollout.until=informative must be offered or full with rollout.group_size=1: the rewards"),
-    ("ONE & BERNOULLI", "prune.completions.kind=bernoulli must be none with rollout.group_size=1: there is nothing"),
-])
+@pytest.mark.parametrize(("overrides", "message"), CASES["named"])
 def test_a_wrong_setting_is_named_with_its_value_and_what_is_allowed(good, overrides, message):
     for name, text in NAMED.items():
         overrides = overrides.replace(name, text)
@@ -202,6 +74,42 @@ def leaves(section, path=""):
 
 
 LEAVES = dict(leaves(config.with_leaves(TABLE)))
+
+
+def test_names_of_other_trainers_are_answered_with_real_settings():
+    kinds_of = {f"{path}.{name}" for path in UNIONS for name in settings.hints(LEAVES[path])}
+    sections = "|".join({key.split(".")[0] for key in LEAVES if "." in key})
+    places = [place for text in hints.TABLE.values() for place in re.findall(rf"\b(?:{sections})\.[\w.]+\w", text)]
+    unknown = {*places} - LEAVES.keys() - kinds_of - {"data.columns.question", "data.columns.answer"}
+    gone = [place for leaf, place in {"windows": "windows", "lora": "model.lora", "trackers": "log"}.items()
+            if leaf not in TABLE]
+    assert len(places) > 60 and not [place for place in unknown if not place.startswith(tuple(gone))]
+
+
+def test_a_dotted_key_of_a_file_is_said_to_be_nested(good):
+    for key, nested in (("optim.lr", "optim: {lr: ...}"), ("loss.trust.low", "loss: {trust: {low: ...}}")):
+        write(good.parent, dotted=f"base: good.yaml\n{key}: 0.1\n")
+        assert error_of(good.parent / "dotted.yaml", []) == f"'{key}' is nested in a file: {nested}"
+
+
+CHANGED = "a setting is changed by --set"
+
+
+@pytest.mark.parametrize(("words", "hint"), [
+    ("--steps 5", f"{CHANGED} steps=5"), ("--steps=5", f"{CHANGED} steps=5"), ("--set steps 5", f"{CHANGED} steps=5"),
+    ("--set a=1 b=2 c=3", f"{CHANGED} b=2 --set c=3"), ("--set optim.lr = 1e-4", f"{CHANGED} optim.lr=1e-4"),
+    ("--seed 1 optim.lr=1e-4", f"{CHANGED} seed=1 --set optim.lr=1e-4"),
+    ("--set optim.lr 1e-4", f"{CHANGED} optim.lr=1e-4"),
+    ("--fit cppo_toy.yaml", "a config is named by --config cppo_toy.yaml"),
+    ("--set a={b: c}", "a setting with spaces needs quotes: --set 'a={b: c}'")])
+def test_words_that_a_command_line_has_no_place_for_are_put_in_theirs(words, hint, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["train.py", "--config", "grpo_toy.yaml", *words.split()])
+    with pytest.raises(SystemExit):
+        commands.of_train("")
+    assert capsys.readouterr().err.endswith(f"; {hint}\n")
+    assert error_of("steps=5", []).endswith("A setting is changed by --set steps=5.")
+
+
 UNIONS = {path: settings.choices(kind) for path, kind in LEAVES.items() if settings.choices(kind)}
 
 
@@ -342,7 +250,7 @@ def test_overrides_win_in_order_and_yaml_reads_their_values(good):
 
 
 @pytest.mark.parametrize("text", ["010", "1e3", "yes", "null", "3", "1:30", "2024-01-01", "[a", "{a: b}", "'x'", "a=b",
-                                  " a # b", "~"])
+                                  " a # b", "~", r"\neq \nu \nabla"])
 def test_a_setting_that_is_a_text_is_taken_as_it_is_written(good, text):
     cfg = load(good, [f"out={text}", f"data.train={text}", f"model.path={text}", f"data.dir={text}"])
     assert (cfg.out, cfg.data.train, cfg.model.path) == (os.path.expanduser(text), text, text)
@@ -353,11 +261,8 @@ def test_a_setting_that_is_a_text_is_taken_as_it_is_written(good, text):
 
 def test_numbers_of_yaml_1_1_are_texts_in_a_file(good):
     write(good.parent, texts="base: good.yaml\nout: 010\ndata: {train: 1:30, eval: 2024-01-01, dir: 1e3}\n")
-    cfg = load(good.parent / "texts.yaml", ["data.system_prompt=\"ünïcode: 'a' #b\""])
+    cfg = load(good.parent / "texts.yaml")
     assert (cfg.out, cfg.data.train, cfg.data.eval, cfg.data.dir) == ("010", "1:30", "2024-01-01", "1e3")
-    write(good.parent, dumped=config.dump(cfg), wrong="base: good.yaml\nsteps: 010\n")
-    assert load(good.parent / "dumped.yaml") == cfg
-    assert error_of(good.parent / "wrong.yaml", []) == "steps='010' must be a whole number, at least 1"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -390,7 +295,7 @@ def test_the_tables_of_rules_name_real_settings_and_their_values():
     words |= {"rollout.group_size": ("1",), "loss.likelihood": ("0.0",), "loss.entropy": ("0.0",)}
     for table in (rules, *map(settings_of, TABLE)):
         only_with, requires = getattr(table, "ONLY_WITH", {}), getattr(table, "REQUIRES", {})
-        demands = [f"{key}={allowed}" for required in requires.values() for key, allowed, _ in required]
+        demands = [entry.partition(": ")[0] for required in requires.values() for entry in required]
         for choice in (part for made in [*only_with, *requires, *demands] for part in made.split(" without ")):
             key, _, values = choice.partition("=")
             null = {"null"} if type(None) in words[key] else set()
@@ -409,19 +314,11 @@ def test_the_tables_of_rules_name_real_settings_and_their_values():
 
 
 def test_a_rule_of_a_leaf_stands_beside_the_cores_of_the_same_choice(monkeypatch):
-    table = {"prune.completions.kind=bernoulli or pps": [("seed", "1", "odd")]}
+    table = {"prune.completions.kind=bernoulli or pps": ["seed=1: odd"]}
     monkeypatch.setattr(rules.leaves, "stated", lambda cfg, name: [table] * (name == "REQUIRES"))
     for sets, why in ([["loss.denominator=kept"], "loss.denominator=kept must be all"], [[], "seed=0 must be 1 with"]):
         with pytest.raises(ConfigError, match=why):
             load("dppo_toy.yaml", sets)
-
-
-def test_settings_imports_nothing_of_the_project():
-    for path in Path(settings.__file__).parent.glob("*.py"):
-        tree = ast.walk(ast.parse(path.read_text()))
-        names = {node.module for node in tree if isinstance(node, ast.ImportFrom)}
-        ours = {name for name in names if (ROOT / name.replace(".", "/")).with_suffix(".py").exists()}
-        assert not {name for name in ours if not name.startswith("settings")}, path.name
 
 
 def test_files_that_are_no_config_are_named(tmp_path):

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import try_method
-from conftest import ROOT, toy_config
+from conftest import ROOT, steps_of, toy_config
 from court import abort, abort_controls, allocation, ctpo, forks, otb, otb_released, pass_rates, sapo, signs, survivors
 from kept_runs import append, is_kept
 from test_compare import make
@@ -29,7 +29,6 @@ import update
 from advantage import ESTIMATORS, leave_one_out
 from collect import Selection, choose
 from history import PromptHistory
-from infra import runfolder
 from loss import token_weight
 from prune import COMPLETIONS
 from records import Group, LogProbs, Prompt, PromptDraw, Rewards, Rolled, Sample, lengths
@@ -307,19 +306,11 @@ def words(method: str, out, *settings: str) -> list[str]:
     return [method, "--config", "grpo_toy.yaml", *(word for setting in chosen for word in ("--set", setting))]
 
 
-def decisions(out) -> list[dict]:
-    return runfolder.read_log(out / "decisions.jsonl")
-
-
-def metrics(out) -> list[dict]:
-    return [line for line in runfolder.read_log(out / "metrics.jsonl") if "train/loss" in line]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains_through_the_script(method, plugged, command, tmp_path):
     assert command(try_method, *words(method, tmp_path / "run")) == 0
-    first, second = metrics(tmp_path / "run")
+    first, second = steps_of(tmp_path / "run")
     assert first["rollout/pending"] == 0 or method == "abort_controls"
     if method.startswith("abort"):
         assert second["rollout/pending"] > 0 and second["prune/offered"] == 16

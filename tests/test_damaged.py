@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TOY, toy_config, write_tiny
+from conftest import ROOT, TOY, write_tiny
 from safetensors.torch import load_file, save_file
 from test_data import edit
 from test_eval import written
@@ -353,7 +353,8 @@ def test_a_result_that_was_edited_is_named(keys, value, message, tmp_path):
 
 
 @pytest.mark.parametrize("spoilt", [lambda t: t.masked_fill(t == t.max(), torch.inf),
-                                    lambda t: t.mul(100).to(torch.int8)], ids=["inf", "int8"])
+                                    lambda t: t.mul(100).to(torch.int8), lambda t: t.to(torch.float8_e4m3fn)],
+                         ids=["inf", "int8", "float8"])
 def test_weights_that_are_no_numbers_are_not_evaluated(spoilt, tmp_path, command, capsys):
     model = shutil.copytree(TOY, tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
@@ -372,11 +373,6 @@ def test_a_tokenizer_that_explodes_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(trial, "GIB", 1)
     with pytest.raises(ConfigError, match="takes more than 15 s of computing or 1 GiB of memory, or ends the process"):
         data.to_prompts([Problem("q", "a banana", "1")], data.Tokenizer(folder), None, 512)
-
-
-def test_half_a_character_in_a_setting_is_one_line(tmp_path):
-    with pytest.raises(ConfigError, match="rollout.stop.* holds half a character; write it as UTF-8"):
-        toy_config(tmp_path / "run", r'rollout.stop=["\ud800"]')
 
 
 def test_a_trial_frees_nothing_of_the_program():

@@ -1,5 +1,7 @@
 """Data files in every layout, templates, and the order of prompts."""
 
+import csv
+import gzip
 import io
 import json
 import math
@@ -17,6 +19,7 @@ import data
 from collect import Sampler
 from config import ConfigError
 from history import PromptHistory, epoch_order
+from infra import checkpoint
 from infra.named_sets import NAMED_SETS
 from records import Problem, Prompt, PromptDraw, Rolled, Sample
 from settings.kinds import AllPrompts, BernoulliPrompts, Greso, LowestRank, Prompts
@@ -51,11 +54,8 @@ def test_the_columns_of_gsm8k_math_and_the_hubs_evaluation_sets_are_understood(t
     ]
 
 
-def test_parquet_and_hub_rows_are_read_like_lines(tmp_path, monkeypatch):
+def test_hub_rows_are_read_like_lines(monkeypatch):
     rows = [{"question": f"q{i}", "answer": f"...\n#### {i}"} for i in range(3)]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
-    expected = [Problem(f"train/{i}", f"q{i}", str(i), f"...\n#### {i}") for i in range(3)]
-    assert data.load_problems(str(tmp_path / "train.parquet")) == expected
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *names, **split: asked.append((names, split)) or rows)
     assert [p.answer for p in data.load_problems("gsm8k")] == ["0", "1", "2"]
@@ -63,11 +63,105 @@ def test_parquet_and_hub_rows_are_read_like_lines(tmp_path, monkeypatch):
     assert asked == [(("openai/gsm8k", "main"), {"split": "test"}), (("user/set", "default"), {"split": "train"})]
 
 
+ROWS = [{"question": 'How many, "then"?\nTell; please.', "answer": "1"}, {"question": "q\té", "answer": "2"}]
+LINES, ARRAY = "\n".join(map(json.dumps, ROWS)), json.dumps(ROWS, indent=1, ensure_ascii=False)
+
+
+def table(separator: str, end: str = "\r\n") -> str:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, ROWS[0], delimiter=separator, lineterminator=end)
+    writer.writeheader()
+    writer.writerows([*ROWS, {}])  # an office ends a sheet with empty cells
+    return text.getvalue()
+
+
+def parquet() -> bytes:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), file := io.BytesIO())
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("a.jsonl", LINES), ("a.JSONL", LINES), ("a.jsonl.gz", gzip.compress(LINES.encode())), ("a.jsonl", LINES + "\n\n"),
+    ("a.jsonl", LINES.encode("utf-16")), ("a.json", ARRAY), ("a.json", '{"data": ' + ARRAY + ', "version": 1}'),
+    ("a.json", LINES), ("a.json.gz", gzip.compress(ARRAY.encode())), ("a.json", LINES.replace("\n", "\r\n") + "\r\n"),
+    ("a.csv", table(",")), ("a.csv", table(";").replace("\r\n", ";;\r\n") + " ;\r\n"),
+    ("a.csv", table(";")), ("a.csv", table("\t", "\n")), ("a.csv", "sep=|\r\n" + table("|")),
+    ("a.tsv", table("\t")), ("a.csv", table(";").encode("utf-8-sig")), ("a.csv", table("\t").encode("utf-16")),
+    ("a.csv", table(";").encode("utf-16-le")), ("a.jsonl", b"\xfe\xff" + LINES.encode("utf-16-be")),
+    ("a.csv.gz", gzip.compress(table(",").encode())), ("a.csv", table(",", "\r")), ("a.parquet", parquet()),
+], ids=lambda x: x if str(x).startswith("a.") else "")
+def test_a_file_of_any_kind_holds_the_same_problems(name, content, tmp_path):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    problems = data.load_problems(str(tmp_path / name))
+    assert [p.row for p in problems] == ROWS and [p.answer for p in problems] == ["1", "2"]
+    assert len({p.id for p in problems}) == 2
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("a.xlsx", b"PK", " is there, but no file with the ending '.xlsx' is read; unpack it, save it as one of .jsonl, "),
+    ("a.arrow", b"", ".*the ending '.arrow'"), ("a.yaml.gz", gzip.compress(b""), ".*the ending '.yaml'"),
+    ("a.txt", b"q", ".*the ending '.txt'"), ("data", b"q", ".*the ending ''"),
+    ("a.jsonl.gz", b"{}", " cannot be unpacked .Not a gz"), ("a.csv.gz", gzip.compress(b"q" * 99)[:-9], ".*unpack"),
+    ("a.json", b'[{"question": "q"},\n bad]', ": not valid JSON .Expecting value: line 2 column 2"),
+    ("a.json", b"[[1]]", ": row 0: a row must be an object"), ("a.json", b"3", ": row 0: a row must be an object"),
+    ("a.csv", b"question,answer\nq,1,2\n", ":2: more cells than the 2 columns of line 1; a text with ',' needs double"),
+    ("a.csv", b"sep=;\nquestion;answer\n\nq;1;2\n", ":4: more cells than the 2 columns"),
+    ("a.csv", b'"the, question";answer\n\n', " holds no problems"),
+    ("a.jsonl", b"version https://git-lfs.github.com\n", ":1: not valid JSON .*fetched by git lfs pull"),
+    ("a.csv", b"question,question\nq,1\n", ":1: a column is named twice in question, question"),
+    ("a.csv", b'question,answer\n"q,1\n', r":\d: not valid CSV .*; look for a double quote"),
+    ("a.csv", b"", " holds no problems"),
+    ("a.csv", b"question,answer\nq\n", ":2: column 'answer' is empty"),
+    *(("a.csv", b"question;answer\nq;0.125\np;%b\n" % number, ":3: a number can be read in two ways; write 1.234,5 as")
+      for number in (b"3,5", b"1.234", b"-1.234.567,8")),
+    ("a.csv", "question,answer\ncaf\xe9,1\n".encode("latin-1"), " is not UTF-8 text .*; save it as UTF-8"),
+    ("a.parquet", b"text", " is not a parquet file"),
+], ids=lambda x: x if isinstance(x, str) else "")
+def test_a_file_that_cannot_be_read_is_named_with_the_remedy(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"^{tmp_path / name}{message}"):
+        data.load_problems(str(tmp_path / name))
+
+
+def test_several_files_are_one_set_whose_ids_differ_and_whose_rows_a_checkpoint_knows(tmp_path, monkeypatch):
+    """Separated by commas, in a folder, by a pattern; a folder's _SUCCESS is none of its files."""
+    monkeypatch.chdir(tmp_path)
+    tmp_path.joinpath("a").mkdir()
+    tmp_path.joinpath("b").mkdir()
+    write(tmp_path / "a" / "part.jsonl", {"id": "x", "question": "q", "answer": "1"})
+    write(tmp_path / "b" / "part.jsonl", {"id": "x", "question": "q", "answer": "2"})
+    tmp_path.joinpath("b", "more.csv").write_text("id,question,answer\nx,q,3\n")
+    tmp_path.joinpath("b", "_SUCCESS").touch()
+    digests = set()
+    for names, golds in (("a/part.jsonl, b/part.jsonl", "12"), ("b", "32"), ("*/*.jsonl,b/*.csv", "123"), (".", "132")):
+        problems = data.load_problems(names)
+        assert [(p.id, p.answer) for p in problems] == [(f"{i}/x", gold) for i, gold in enumerate(golds)]
+        asked = [Prompt(p.id, (1,), p.answer, p.row) for p in problems]
+        digests.add(checkpoint.inputs_of(TOY, asked, {})["data.train"])
+    assert len(digests) == 4
+    for name in ("c/train-00000-of-00003", "c/train-00002-of-00003", "d/test-00000-of-00001"):
+        tmp_path.joinpath(name).parent.mkdir(exist_ok=True)
+        write(tmp_path / f"{name}.jsonl", {"question": "q", "answer": "1"})
+    for names, message in (("a,b/mroe.csv", "mroe.csv not found .*Did you mean 'more.csv'"), ("a,", "'' is not known"),
+                           ("x*y", r"x\*y matches nothing \(looked for in "), ("a,b/_*", "with the ending ''"),
+                           ("c", "c holds 2 files, .*fewer than"), ("[cd]/*", "holds 3 files, .*of several splits")):
+        with pytest.raises(ConfigError, match=message):
+            data.load_problems(names)
+
+
+def test_rows_that_repeat_and_questions_with_several_answers_are_counted_in_one_line(tmp_path, capsys):
+    rows = [{"question": f"q{i // 2}", "answer": f"{max(i, 2)}"} for i in range(6)]
+    path = str(write(tmp_path / "a.jsonl", *rows, rows[0], rows[0]))
+    for training, said in ((True, f"{path}: of 8 rows 3 repeat another one, and 2 have another answer to the same "
+                                  "question; all are trained on\n"), (False, "")):
+        assert len(data.load_problems(path, training=training)) == 8 and capsys.readouterr().err == said
+
+
 GOOD = b'{"id": "a", "question": "q", "answer": "1"}\n'
 
 
 @pytest.mark.parametrize(("content", "message"), [
-    (GOOD + b"{not json", ":2: not valid JSON"), (GOOD + b"[1]", ":2: a line must be an object"),
+    (GOOD + b"{not json", ":2: not valid JSON"), (GOOD + b"[1]", ":2: a row must be an object"),
     (GOOD + b'{"answer": "1"}', ":2: there is no column 'question' for the question among answer; set data.columns="),
     (GOOD + b'{"question": "q"}', ":2: there is no column 'answer' for the answer among question; .*; without answers"),
     (GOOD + b'{"question": null, "answer": "1"}', ":2: column 'question' is empty; mend or remove the line"),
@@ -88,11 +182,8 @@ def test_a_file_or_a_line_that_is_damaged_is_named(content, message, tmp_path):
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 1500
 
 
-def test_a_damaged_parquet_file_is_named(tmp_path):
+def test_an_empty_cell_of_a_parquet_file_is_named(tmp_path):
     path = tmp_path / "rows.parquet"
-    path.write_text("text")
-    with pytest.raises(ConfigError, match="rows.parquet is not a parquet file"):
-        data.load_problems(str(path))
     rows = [{"question": "a", "answer": 1.5}, {"question": "b", "answer": math.nan}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     with pytest.raises(ConfigError, match="rows.*[1-2]: .*column 'answer' is empty; mend or remove the line"):
@@ -183,7 +274,7 @@ def test_a_rollout_that_shows_nothing_is_as_if_it_had_not_come_up():
     nothing = rolled([nan, nan], [1, nan], epoch=1)
     history.record(nothing)
     history.adapt(nothing)
-    assert not history.known and history.explore == pytest.approx((0.51, 0.51))
+    assert np.isnan(history.records["size"]).all() and history.explore == pytest.approx((0.51, 0.51))
     told, alike = rolled([nan, nan], [1, nan], [1, 1], [0, 0], epoch=1), history_of(Greso())
     history.explore = (0.5, 0.5)
     for each, seen in ((history, told), (alike, rolled([1, 1], [0, 0], epoch=1))):
@@ -256,7 +347,7 @@ def test_a_history_survives_a_checkpoint():
     history.draw(4)
     history.explore = (0.3, 0.4)
     sampler = Sampler(None, None, config.Rollout(4, 2, 8), None, 0)
-    pool, other_pool = (Pool(history_of(AllPrompts()), sampler, Windows(2, 2, 2), Sample) for _ in range(2))
+    pool, other_pool = (Pool(history_of(AllPrompts()), sampler, Windows(2, 2, 2)) for _ in range(2))
     pool.draw(1)
     so_far = Piece(Sample((5, 6), (-0.1, -1 / 3), False)), Piece(Sample((5,), (-0.5,), True))
     pool.begun = [Turn(PROMPTS[1], 3, 0.5, 2.0, number=1, copy=2, age=1, so_far=so_far)]
@@ -297,6 +388,17 @@ def test_every_named_set_is_whole(name, capsys):
     assert all(p.level in ("1", "2", "3", "4", "5", "none", None) for p in problems)
 
 
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"no data sets in {SHARED}")
+@pytest.mark.parametrize(("name", "held_out", "expected"), [
+    ("gsm8k_train", "gsm8k,math500,minerva", []), ("math_train", "math500,gsm8k,aime24", []),
+    ("math_train", "olympiad", ["math/train/intermediate_algebra/1087.json"])])
+def test_no_problem_of_gsm8k_or_math_is_taken_for_another(name, held_out, expected):
+    """One of MATH is OlympiadBench's, but for a comma."""
+    problems, evaluated = (data.load_problems(names, str(SHARED)) for names in (name, held_out))
+    kept = {p.id for p in data.drop_overlap(problems, evaluated)}
+    assert [p.id for p in problems if p.id not in kept] == expected
+
+
 def test_marked_rows_are_left_out_of_training_alone(tmp_path, capsys):
     rows = [{"question": f"q{i}", "answer": "1"} for i in range(4)]
     rows[1]["overlaps_eval"], rows[2]["all_boxed"], rows[3]["all_boxed"] = ["other"], ["1", "2"], None
@@ -306,12 +408,40 @@ def test_marked_rows_are_left_out_of_training_alone(tmp_path, capsys):
     assert len(data.load_problems(path)) == 4
 
 
-def test_problems_that_are_evaluated_on_are_not_trained_on(capsys):
-    problems = [Problem("a", "How many?", "1"), Problem("b", "Why?", "2"), Problem("c", "how  MANY?", "1")]
-    assert data.drop_overlap(problems, [Problem("x", "how many? ", "1")]) == problems[1:2]
-    assert "2 of 3 training problems are evaluated on and are left out" in capsys.readouterr().err
+ASKED = r'A train leaves at 9 and goes 1,240 km at $x^2 - 3$ km/h, $\frac12 \le x$; "when" does it arrive?'
+PLEASE = "Please reason step by step, and put your final answer within \\boxed{}."
+
+
+@pytest.mark.parametrize("dressed", [
+    ASKED, ASKED.upper(), ASKED.replace(" ", "  "), f"{ASKED} {PLEASE}", f"{PLEASE}\n\n{ASKED}", f"{ASKED}\n{PLEASE}",
+    f"Question: {ASKED}\nAnswer:", f"Q: 1 + 1?\nA: 2\nQ: {ASKED}\nA:", f"<question>{ASKED}</question>", f"**{ASKED}**",
+    f"“{ASKED}”", f"'{ASKED}'", f"## Problem\n{ASKED}", ASKED.replace('"', "''").replace("when", "``when"), ASKED[:-1],
+    ASKED.replace("?", "."), ASKED.replace(";", "; ;"), ASKED.replace("km at", "km, at"), ASKED.replace("$", r"\(", 1),
+    ASKED.replace("- 3", r"\,-\;3\!"), ASKED.replace("-", "−"), ASKED.replace("x^2", "x²"), ASKED.replace("9", "９"),
+    ASKED.replace("?", "？"), ASKED.replace("a", "a\u200b"), ASKED.replace(" ", "\u00a0"),
+    ASKED.replace("x^2 - 3", r"\left x^2 -3\right"), ASKED.replace("e", "ｅ"), ASKED.replace("1,240", "1240"),
+    ASKED.replace("x^2", "x^{2}"), f"> {ASKED}", f"[INST] {ASKED} [/INST]", f"<｜User｜>{ASKED}<｜Assistant｜>",
+    ASKED.replace(r"\frac", r"\dfrac"), ASKED.replace(r"\le", r"\leqslant")], ids=range(35))
+def test_problems_that_are_evaluated_on_are_not_trained_on_however_they_are_dressed(dressed, capsys):
+    """Whichever of the two is dressed, and whatever messages come before it."""
+    other = Problem("o", f"{PLEASE} How many legs have 3 cats?", "12")
+    for own, held_out in ((dressed, ASKED), (ASKED, dressed)):
+        messages = tuple({"role": role, "content": text} for role, text in (
+            ("system", PLEASE), ("user", "1 + 1?"), ("assistant", "2"), ("user", own)))
+        problems = [Problem("a", own, "1"), other, Problem("b", own, "1", messages=messages)]
+        assert data.drop_overlap(problems, [Problem("x", held_out, "2")]) == [other]
+        assert "2 of 3 training problems are evaluated on and are left out" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="data.train holds no problem that data.eval does not hold too"):
         data.drop_overlap(problems[:1], problems)
+
+
+@pytest.mark.parametrize(("one", "other"), [
+    ("Compute 12 - 5.", "Compute 125."), ("Compute 1 + 2.", "Compute 1 + 2 + 3."), ("Compute 1.5.", "Compute 15."),
+    ("Compute 5!", "Compute 5."), ("Compute 2³.", "Compute 23."), ("Find f'(2).", "Find f(2)."), ("Why?", "So? Why?"),
+    ("Find (1,2).", "Find (12)."), ("Compute 2*3.", "Compute 2/3."), ("Find f''(2).", "Find f'(2)."), ("A", "A B")])
+def test_problems_that_differ_in_a_sign_are_not_the_same(one, other):
+    for own, held_out in ((one, other), (other, one)):
+        assert data.drop_overlap([Problem("a", own, "1")], [Problem("x", held_out, "1")])
 
 
 def test_a_named_set_that_is_not_whole_is_said_to_be_so(tmp_path, capsys):

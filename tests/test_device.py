@@ -124,6 +124,13 @@ def test_all_ranks_choose_by_the_one_that_has_least(tmp_path):
     assert on_ranks(2, tmp_path, machine_on_ranks) == [(999.0, 2, True)] * 2
 
 
+def test_halves_are_said_to_be_slow_on_a_cpu_without_instructions_for_them(monkeypatch, capsys):
+    for able, dtype, said in (({}, "bfloat16", 1), ({"amx_bf16": True}, "bfloat16", 0), ({}, "float32", 0)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda able=able: able)
+        assert not hardware.rounds_products(config.Model("m", dtype), CPU)
+        assert capsys.readouterr().err.count("model.dtype=bfloat16 takes this CPU 6 to 70 times as long") == said
+
+
 def test_only_the_tested_vllm_counts(monkeypatch):
     for version, fine in (("0.32.0", True), ("0.32.0+cu130", True), ("0.33.0", False), (None, False)):
         def installed(name, version=version):
@@ -190,7 +197,7 @@ def test_a_gpu_that_torch_cannot_use_is_named_with_the_reason(seen, monkeypatch)
     seen(0, driver=True, built=None)
     line, = said_on_cpu()
     assert line.startswith("device=cpu: there is a GPU, but torch ") and "is a build without CUDA" in line
-    with pytest.raises(ConfigError, match="shows 0 CUDA devices to 1 processes; there is a GPU, but .* is a build"):
+    with pytest.raises(ConfigError, match="device=cuda: there is a GPU, but .* is a build"):
         hardware.find_device("cuda")
     seen(0, driver=True, built="13.0")
     line, = said_on_cpu()
@@ -217,7 +224,7 @@ def test_a_gpu_that_torch_cannot_use_is_named_with_the_reason(seen, monkeypatch)
 @pytest.mark.parametrize(("device", "gib"), [(CPU, 3.0), (CUDA, 60.0)])
 def test_the_peak_is_that_of_the_fullest_rank(device, gib, monkeypatch):
     """Resident memory, which Linux counts in KiB; on a GPU the device's, since torch counts what sleeps as well."""
-    monkeypatch.setattr(metrics.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=2 * 2**20))
+    monkeypatch.setattr(hardware.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=2 * 2**20))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 127 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 * GIB, 80 * GIB))
     monkeypatch.setattr(dist, "max_over_ranks", lambda held: 1.5 * held)  # another rank's

@@ -16,8 +16,10 @@ from tokenizers import Tokenizer as Rust
 
 import config
 import data
-from config import ConfigError
-from records import Prompt, Request, Sample
+from collect import Sampler
+from config import ConfigError, Reward
+from infra.tokenizer import ANSWERED, ASKED
+from records import Group, Prompt, Request, Sample
 
 CHATML = """{%- for message in messages %}
     {%- if message.role == 'tool' %}
@@ -222,6 +224,51 @@ def test_tokens_are_those_sampled_and_those_of_the_template(dialects):
                 assert talk.encode(rendered) == ids, (name, seed)
             else:
                 assert tokenizer.decode(ids, special=True) == rendered, (name, seed)
+
+
+# The policy's words, by turns with a reply's -> accuracy and unparsed where the gold answer is 12.
+TALKS = [
+    (["I add.", "5", r"So \boxed{12}."], (1, 0)), ([r"\boxed{12}?", "8", r"No: \boxed{8}."], (0, 0)),
+    ([r"\boxed{12}?", "8", "I can not tell."], (0, 1)), (["I add.", r"The answer is \boxed{12}.", "Thanks."], (0, 1)),
+    (["I add.", r"\boxed{8}", "8?", "No.", r"\boxed{12}"], (1, 0)), ([r"\boxed{8}<eos></s>: \boxed{12}"], (1, 0)),
+]
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_rewards_read_the_last_words_of_the_policy_and_no_others(name, dialects):
+    """Behind messages and behind a stop text. Ends are this template's own tokens: another's are text, and so are
+    these if they are spelled in other tokens."""
+    from leaves.environment.join import Dialogue
+    from leaves.environment.replies import Splicer
+    tokenizer, (_, _, kind, roles, _) = dialects[name], DIALECTS[name]
+    splicer, closing = Splicer(tokenizer), [tokenizer.rust.token_to_id(DIALECTS[name][1])]
+    sampler = Sampler(None, tokenizer, config.load("grpo_toy.yaml").rollout, Reward(), 0, graded=True)
+
+    def spell(text: str) -> list[int]:
+        pieces = [text] if kind == "spaces" else text  # it would put a space before each character
+        return [i for piece in pieces for i in splicer.encode_behind(piece, splicer.end_text)]
+
+    def judged(ids: list[int], replies: list[tuple[int, int]] = ()) -> tuple[float, float]:
+        sample = Dialogue(ids, [0.0] * len(ids), True, tuple(replies))
+        parts = sampler.score([Group(Prompt("q", (1,), "12"), (sample,))]).components
+        return parts["accuracy"].item(), parts["unparsed"].item()
+
+    for role in (None, *roles):
+        for talk, due in TALKS:
+            ids, replies = [], []
+            for i, text in enumerate(talk):
+                said = spell(text) + closing * (role is not None)
+                if i % 2:
+                    said = splicer.tokens([{"role": role, "content": text}] if role else text, ids)
+                    replies.append((len(ids), len(ids) + len(said)))
+                ids += said
+            unread = splicer.tokens([{"role": role, "content": r"\boxed{12}"}] if role else r"\boxed{12}", ids)
+            assert judged(ids, replies) == due, (role, talk)
+            assert judged([*ids, *unread], [*replies, (len(ids), len(ids) + len(unread))]) == due
+    between = splicer.encode(tokenizer.conversation([ASKED, ANSWERED, ASKED], False).partition("ANSWER")[2])
+    for turn in (between, between[1:]):  # it goes on as the user, with the end of its own turn or without
+        if tokenizer.ends & {*turn}:
+            assert judged([*spell(r"\boxed{12}"), *turn, *spell(r"\boxed{8}")]) == (1, 0)
 
 
 @pytest.mark.parametrize("name", DIALECTS)

@@ -305,9 +305,36 @@ def test_shipped_configs_work_from_any_folder(tmp_path, monkeypatch):
     assert config.load(ROOT / "configs" / "cppo_toy.yaml") == config.load("cppo_toy.yaml")
     Path("toy").mkdir()
     Path("toy/train.jsonl").write_text('{"question": "q", "answer": "1"}\n')
+    cfg = config.load("cppo_toy.yaml", ["data.limit=4"])
     assert [problem.question for problem in train.load_task(cfg).problems] == ["q"]
-    with pytest.raises(ConfigError, match="data file toy/nothing.jsonl not found"):
-        data.load_problems("toy/nothing.jsonl")
+
+
+def test_paths_are_looked_up_beside_the_config_too_and_an_error_names_that_place(tmp_path, monkeypatch):
+    """Beside the one that is given and beside its bases; a saved config has the paths themselves."""
+    own, files = tmp_path / "own", ["train.jsonl", "reward.py", "chat.jinja", "tool.py", "sys.txt", "d/one.jsonl"]
+    for folder in (own / "arms", own / "d", tmp_path / "work"):
+        folder.mkdir(parents=True)
+    for name in files:
+        (own / name).write_text(json.dumps({"question": f"Is it {name}?", "answer": "1"}))
+    write_tiny(own / "model")
+    (own / "base.yaml").write_text("base: cppo_toy.yaml\nmodel: {path: ./model}\ndata: {train: [train.jsonl, d/*]}\n")
+    (own / "arms" / "a.yaml").write_text("base: ../base.yaml\n")
+    monkeypatch.chdir(tmp_path / "work")
+    cfg = config.load("../own/arms/a.yaml", ["data.eval=train.jsonl", "data.chat_template=chat.jinja",
+                      "reward={custom_file: reward.py, custom: 1}", "environment={file: tool.py, max_context: 999}",
+                      "data.system_prompt.file=sys.txt"])
+    found = [*cfg.data.train.split(",", 1), cfg.data.eval, cfg.data.chat_template, cfg.reward.custom_file,
+             cfg.environment.file, cfg.model.path]
+    names = ("train.jsonl", "d/*", "train.jsonl", "chat.jinja", "reward.py", "tool.py", "model")
+    assert found == [f"{own}/{name}" for name in names]
+    assert "Is it sys.txt?" in cfg.data.system_prompt and len(data.load_problems(cfg.data.train)) == 2
+    Path("run.yaml").write_text(config.dump(cfg))
+    assert config.load("run.yaml") == cfg
+    shutil.copy(own / "train.jsonl", "train.jsonl")
+    cfg = config.load("../own/arms/a.yaml", ["data.train=train.jsonl,tarin.jsonl"])
+    with pytest.raises(ConfigError, match=f"data file tarin.jsonl not found .*work, {own}/arms, {own}, .*"
+                                          f"{ROOT}.; give a .jsonl, .*or a hub name .*Did you mean 'train.jsonl'"):
+        assert cfg.data.train.startswith("train.jsonl,") and data.load_problems(cfg.data.train)
 
 
 def test_a_pattern_of_runs_makes_one_page_and_says_what_is_no_run(tmp_path, monkeypatch, command, capsys):

@@ -7,12 +7,11 @@ import runpy
 
 import nbformat
 import pytest
-from conftest import ROOT, others_slow
+from conftest import ROOT, others_slow, steps_of
 from nbclient import NotebookClient
 
 import config
 import train
-from infra import runfolder
 
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.jsonl"))
 
@@ -64,7 +63,7 @@ def test_an_example_trains_for_two_steps(name, tmp_path, monkeypatch):
     train.train(config.load(f"examples/{name}.yaml", [
         f"out={tmp_path / 'run'}", "steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval.limit=2",
         "eval.max_new_tokens=16", "rollout.max_new_tokens=48"]))
-    steps = [line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "rollout/tokens" in line]
+    steps = steps_of(tmp_path / "run")
     assert len(steps) == 2 and all(math.isfinite(step["train/loss"]) for step in steps)
     assert all(0 <= step["reward/mean"] <= 1.5 and step["reward/died"] == 0 for step in steps)
     assert any(step["rollout/unscored"] for step in steps) == (name == "two_rewards")

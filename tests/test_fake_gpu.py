@@ -39,11 +39,6 @@ OF_ADAPTERS = {"layer, forward": 14, "layer, backward": 39, "layer, recomputed":
 OF_ENTROPY = {"head, forward": 4.1, "head, backward": 9.2}
 
 
-def with_cases(*names: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", [
-        name if name == "7B" else pytest.param(name, marks=pytest.mark.slow) for name in names])
-
-
 @cache
 def figures(*options: str) -> dict:
     """Trace in a process of its own. A mismatch of devices, shapes or dtypes in an op ends it."""
@@ -67,7 +62,7 @@ def test_a_sync_in_the_loss_is_seen():
 
 
 @pytest.mark.slow
-@with_cases(*CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_an_update_waits_launches_and_computes_no_more_than_it_did(case):
     row = figures(*CASES[case])
     assert excess(row) == []  # nothing in forward, loss, backward or a row's metrics asks for a value
@@ -85,8 +80,7 @@ def test_an_update_waits_launches_and_computes_no_more_than_it_did(case):
 
 
 @pytest.mark.slow
-@with_cases("1.5B", "7B", "one_rank", "recompute", "selective", "entropy", "lora", "lora_7B", "lora_one_rank",
-            "lora_selective", *FAMILIES)
+@pytest.mark.parametrize("case", [*(case for case in CASES if case != "offload"), *FAMILIES])
 def test_the_peak_is_what_memory_py_counts_or_a_little_less(case):
     """Of tensors that are alive: fragments and the driver's own apart."""
     row = figures(*(CASES | FAMILIES)[case])

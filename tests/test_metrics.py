@@ -1,6 +1,5 @@
 """What is logged and printed is what happened: by hand."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -10,6 +9,7 @@ from conftest import as_batch, as_rewards, as_rolled, make_groups
 import metrics
 from config import Pack
 from infra import dist
+from infra.lines import rewrite_log
 from records import Batch, Group, Prompt, PromptDraw, Pruned, Rolled, Sample
 
 
@@ -37,30 +37,26 @@ def test_the_largest_mismatch_is_that_of_all_ranks(monkeypatch):
     assert metrics.PassSums(Pack(capacity=10)).metrics(updates=1)["mismatch/logp_abs_max"] == 7.0
 
 
-def test_the_closing_table_has_sets_that_one_evaluation_alone_has_a_score_of(tmp_path):
-    """No answer had a reward at first; the other set came up when the run went on."""
-    summary = pytest.importorskip("leaves.page.summary")
-    lines = [{"step": 0, "eval/s/length": 5.0}, {"step": 1, "time/step": 1.5}, {
-        "step": 1, "eval/s/reward": 0.5, "eval/s/reward_low": 0.25, "eval/s/reward_high": 0.75, "eval/s/length": 7.0,
-        "eval/new/accuracy": 1, "eval/new/low": 0.5, "eval/new/high": 1, "eval/new/length": 2.0}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    rows = [line.split() for line in summary.summary(tmp_path).splitlines()]
-    assert ["s", "-", "reward", "0.500", "[0.250,", "0.750]", "5.0", "->", "7.0"] in rows
-    assert ["new", "-", "100.0%", "[50.0%,", "100.0%]", "nan", "->", "2.0"] in rows
-
-
 def test_the_closing_table_shows_the_first_and_the_last_evaluation_and_all_seconds(tmp_path):
-    summary = pytest.importorskip("leaves.page.summary")
-    def evaluation(step: int, share: float) -> dict:
-        values = {"accuracy": share, "low": share - 0.1, "high": share + 0.1, "length": 100 * share, "truncated": 0}
-        return {"step": step} | {f"eval/s/{key}": value for key, value in values.items()}
+    """Of set `r` no answer had a reward at first; `new` came up when the run went on."""
+    summary = pytest.importorskip("leaves.page.summary").summary
 
-    lines = [evaluation(0, 0.2), {"step": 1, "time/step": 1.5, "time/update": 1.0}, evaluation(1, 0.4),
-             {"step": 2, "time/step": 2.0, "time/update": 1.0}, evaluation(2, 0.7)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = summary.summary(tmp_path)
+    def evaluation(share: float) -> dict:
+        return {"eval/s/accuracy": share, "eval/s/low": share - 0.1, "eval/s/high": share + 0.1,
+                "eval/s/length": 100 * share, "eval/s/truncated": 0, "eval/r/length": 100 * share}
+
+    lines = [{"step": 0} | evaluation(0.2), {"step": 1, "time/step": 1.5, "time/update": 1.0},
+             {"step": 1} | evaluation(0.4), {"step": 2, "time/step": 2.0, "time/update": 1.0},
+             {"step": 2, "eval/r/reward": 0.5, "eval/r/reward_low": 0.25, "eval/r/reward_high": 0.75,
+              "eval/new/accuracy": 1, "eval/new/low": 0.5, "eval/new/high": 1, "eval/new/length": 2.0}]
+    lines[-1] |= evaluation(0.7)
+    rewrite_log(tmp_path / "metrics.jsonl", lines)
+    text = summary(tmp_path)
     assert text.index("20.0% [10.0%, 30.0%]") < text.index("70.0% [60.0%, 80.0%]")
     assert all(part in text for part in ("after 2 steps", "20.0 -> 70.0", "step 3.5", "update 2.0"))
+    rows = [line.split() for line in text.splitlines()]
+    assert ["r", "-", "reward", "0.500", "[0.250,", "0.750]", "20.0", "->", "70.0"] in rows
+    assert ["new", "-", "100.0%", "[50.0%,", "100.0%]", "nan", "->", "2.0"] in rows
 
 
 def test_completions_without_a_reward_are_counted_and_in_no_mean():

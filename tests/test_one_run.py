@@ -101,4 +101,4 @@ def test_a_helper_that_changes_during_a_run_ends_it(tmp_path):
     own = calls.RewardFile.of(config.Reward(accuracy=0.0, custom=1.0, custom_file=str(reward)))
     reward.with_name("helper.py").write_text("def worth(text): return 1")
     with pytest.raises(ConfigError, match="helper.py, which it imports, has changed since the run began; restore it"):
-        own.first_value(calls.start_once(own, calls.RewardCall("a", "", 1, {}, 0)))
+        own.first_value(calls.start_once(own, calls.RewardCall(("a",), "", 1, {}, 0)))

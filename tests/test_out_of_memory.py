@@ -90,9 +90,9 @@ def test_a_run_out_of_memory_ends_with_status_2_and_a_whole_checkpoint(tmp_path,
     (tmp_path / "test.yaml").write_text(config.dump(cfg))
     true = train.update
 
-    def second(learner, batch, step, clock, redrawn):
+    def second(learner, batch, step, *given):
         with short_of_memory({0} if step else set(), "backward"):
-            return true(learner, batch, step, clock, redrawn)
+            return true(learner, batch, step, *given)
 
     monkeypatch.setattr(train, "update", second)
     assert command(train, "--config", tmp_path / "test.yaml") == 2
@@ -108,9 +108,9 @@ import torch, train
 from infra import checks, dist
 from test_out_of_memory import short_of_memory
 true = train.update
-def second(learner, batch, step, clock, redrawn):
+def second(learner, batch, step, *given):
     with short_of_memory({0} if step == 1 and dist.rank() == 1 and "--resume" not in sys.argv else set(), "backward"):
-        return true(learner, batch, step, clock, redrawn)
+        return true(learner, batch, step, *given)
 checks.before_run = lambda cfg, ready: ready
 train.update = second
 if __name__ == "__main__":
@@ -147,7 +147,7 @@ def test_of_two_ranks_the_one_whose_memory_runs_out_ends_with_status_2_and_says_
     assert ended[0] == ended[1]
 
 
-def test_memory_that_runs_out_while_models_load_is_one_line(tmp_path, monkeypatch, command, capsys):
+def test_memory_that_runs_out_while_models_load_is_one_line(tmp_path, monkeypatch, refused):
     def refuse(*given):
         raise LESS
 
@@ -155,8 +155,7 @@ def test_memory_that_runs_out_while_models_load_is_one_line(tmp_path, monkeypatc
     cfg = toy_config(tmp_path / "run", *SHORT)
     (tmp_path / "test.yaml").write_text(config.dump(cfg))
     for more in ([], ["--check"]):
-        assert command(train, "--config", tmp_path / "test.yaml", *more) == 2
-        line, = capsys.readouterr().err.splitlines()
+        line = refused(train, "--config", tmp_path / "test.yaml", *more)
         assert line.startswith("error: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.); ")
         assert "model.lora.rank" in line and "optim.offload=true" in line
     assert dist.world_size() == 1

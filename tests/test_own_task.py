@@ -54,10 +54,21 @@ def test_other_columns_and_what_lies_inside_one(tmp_path, capsys):
         data.load_problems(mixed, columns=columns)
 
 
+def test_verls_columns_need_no_setting_and_the_content_of_a_message_may_be_parts(tmp_path):
+    parts = [{"type": "text", "text": "2 + "}, {"type": "text", "text": "3?", "image": None}]
+    row = {"data_source": "x", "prompt": [{"role": "user", "content": parts}], "extra_info": {"index": 1},
+           "reward_model": {"style": "rule", "ground_truth": "5"}}
+    problem, = data.load_problems(str(write(tmp_path / "verl.jsonl", row)))
+    assert (problem.question, problem.answer) == ("2 + 3?", "5") and problem.messages[0]["content"] == "2 + 3?"
+    parts[0] = {"type": "image", "image": "x.png"}
+    with pytest.raises(ConfigError, match=r"verl.jsonl:1: a message must be an object with 'role', .* 'content', a te"):
+        data.load_problems(str(write(tmp_path / "verl.jsonl", row)))
+
+
 def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path, capsys):
     path = str(write(tmp_path / "own.jsonl", {"promt": "q", "label": "1"}))
     with pytest.raises(ConfigError, match=r"own.jsonl:1: there is no column 'prompt' for the question among promt, "
-                                          r"label \(did you mean 'promt'\?\); set data.columns=\{question: ...\} to"):
+                                          r"label \(Did you mean 'promt'\?\); set data.columns=\{question: ...\} to"):
         data.load_problems(path, columns={"question": "prompt"})
     columns = {"question": "promt", "answer": "label", "level": "hardness"}
     assert data.load_problems(path, columns=columns)[0].answer == "1"
@@ -85,27 +96,6 @@ def test_a_question_may_be_messages_or_messages_as_json(tmp_path):
     table = pyarrow.Table.from_pylist([{"question": named, "answer": "5"}])
     pyarrow.parquet.write_table(table, tmp_path / "few.parquet")
     assert data.load_problems(str(tmp_path / "few.parquet"))[0].messages == named
-
-
-@pytest.mark.slow
-def test_csv(tmp_path):
-    path = tmp_path / "own.csv"
-    path.write_text('\ufeffquestion,answer,level\n"How many, then?\nTell.",1,\nq,2,Level 3\n', encoding="utf-8")
-    first, second = data.load_problems(str(path))
-    assert (first.question, first.answer, first.level, second.level) == ("How many, then?\nTell.", "1", None, "3")
-    assert first.row == {"question": "How many, then?\nTell.", "answer": "1", "level": None}
-    path.write_text("question,answer\nq,1\n" + "long " * 50_000 + ",2\n")
-    assert len(data.load_problems(str(path))) == 2
-    for text, message in (("question,answer\nq,1,2\n", "own.csv:2: more cells than the 2 columns of line 1"),
-                          ("question,question\nq,1\n", "own.csv:1: a column is named twice"),
-                          ('question,answer\n"q,1\n', r"own.csv:\d: not valid CSV"),
-                          ("question,answer\nq\n", "own.csv:2: column 'answer' is empty"), ("", "holds no problems")):
-        path.write_text(text)
-        with pytest.raises(ConfigError, match=message):
-            data.load_problems(str(path))
-    path.write_bytes("question,answer\ncaf\xe9,1\n".encode("latin-1"))
-    with pytest.raises(ConfigError, match="own.csv is not UTF-8 text"):
-        data.load_problems(str(path))
 
 
 def test_answers_are_asked_for_where_the_reward_reads_them(tmp_path, capsys):
@@ -137,11 +127,9 @@ def test_a_named_set_has_its_own_columns_and_null_is_no_answer_even_of_a_solutio
     assert data.load_problems(path, columns={"answer": None}, answers=False)[0].answer == ""
 
 
-def test_messages_that_are_evaluated_on_are_not_trained_on_and_are_told_apart(capsys):
-    problem = Problem("a", "2 + 3?", "5", messages=tuple(SHOTS))
-    others = [Problem("b", "2 + 3?", "5"), Problem("c", "2 + 3?", "5", messages=tuple(SHOTS[1:]))]
-    assert data.drop_overlap([problem, *others], [problem]) == others
-    sets = [evaluation.EvalSet("few", [p], []) for p in (problem, *others)]
+def test_results_tell_messages_apart():
+    problems = [Problem("a", "2 + 3?", "5", messages=tuple(messages)) for messages in (SHOTS, (), SHOTS[1:])]
+    sets = [evaluation.EvalSet("few", [problem], []) for problem in problems]
     assert len({results.identify_set(s)["data"] for s in sets}) == 3
 
 
@@ -239,6 +227,10 @@ def test_a_plain_prompt_gets_what_the_tokenizer_adds_by_itself(tmp_path):
     ([r"data.prompt=Q: {question}\nA:"], "must be in double quotes if it has a new line, and after --set in"),
     (["data.prompt={question}", "data.system_prompt=S"], "data.system_prompt=S must be null with data.prompt"),
     (["data.prompt={question}", "data.template.x=1"], "data.template=.* must be null with data.prompt"),
+    ([r"data.system_prompt=Think.\nThen answer."], r"data.system_prompt=Think.\\nThen answer. must be in double"),
+    ([r"rollout.stop=['\n\n']"], r"rollout.stop\[0\]=\\n\\n must be in double quotes"),
+    ([r"data.template.x='a\nb'"], r"data.template.x=a\\nb must be in double quotes if it has a new line"),
+    (["data.system_prompt=prompts/sys.txt"], "must be the text itself; to read it from a file, set data.system_prompt"),
     (["data.columns.questoin=x"], r"unknown key 'data.columns.questoin'. Did you mean 'data.columns.question'\?"),
     (['rollout.stop=[""]'], "must be texts that are not empty"),
 ])
@@ -363,7 +355,7 @@ def test_a_base_model_trains_and_evaluates_on_questions_without_answers(tmp_path
 
     report.write_report([run], tmp_path / "page")
     page, tables = ((tmp_path / "page" / name).read_text() for name in ("report.html", "report.md"))
-    assert "eval/held_out/reward, at the budget that every run reached" in tables
+    assert "eval/held_out/reward at the budget that every run reached" in tables
     assert "accuracy" not in tables and "eval/held_out/reward against steps" in page and bounds in page
     report.write_report([run], tmp_path / "level", level=0.01)  # of a reward, where nothing has an accuracy
     assert "cost until an evaluation at 0.010" in (tmp_path / "level" / "report.md").read_text()

@@ -2,10 +2,9 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
-import tarfile
-from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -21,13 +20,9 @@ SMALL = ("steps=2", "data.limit=8", "rollout.group_size=8", "rollout.prompts_per
 def copy_repository(folder: Path) -> Path:
     """The files that git tracks, as they are in the working tree, and a few problems to evaluate on."""
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    packed = BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as tar:
-        for name in filter(lambda name: (ROOT / name).is_file(), tracked.splitlines()):
-            tar.add(ROOT / name, name)
-    packed.seek(0)
-    with tarfile.open(fileobj=packed) as tar:
-        tar.extractall(folder, filter="data")
+    for name in filter(lambda name: (ROOT / name).is_file(), tracked.splitlines()):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
     test = (ROOT / "toy" / "test.jsonl").read_text().splitlines(keepends=True)
     (folder / "few.jsonl").write_text("".join(test[:4]))
     return folder

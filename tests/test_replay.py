@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import others_slow, toy_config
+from conftest import others_slow, steps_of, toy_config
 from test_invariance import on_ranks, trained_unchecked
 
 import config
@@ -107,7 +107,7 @@ def test_what_another_pruning_would_have_done_is_what_it_does(run_of, tmp_path, 
     changes = ["prune.completions={kind: pps, keep: 2, scope: batch}", "loss.denominator=all"]
     train.train(run_config("cppo", tmp_path / "other", "steps=1", *changes))
     text = shown(capsys, run_of("cppo"), 1, *changes)
-    line, = (line for line in runfolder.read_log(tmp_path / "other" / "metrics.jsonl") if "train/grad_norm" in line)
+    line, = steps_of(tmp_path / "other")
     kept, tokens, norm, *_ = row(text, "--set")
     assert norm == pytest.approx(line["train/grad_norm"], rel=1e-4)
     assert (kept, tokens) == (line["prune/kept"], line["train/tokens"])

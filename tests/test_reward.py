@@ -19,7 +19,7 @@ def parts_of(text: str, gold: str = "42", tokens: int = 1, longest: int = 10,
              **settings: object) -> dict[str, float]:
     cfg = Reward(**({"accuracy": 0.0} | settings))
     problem = Prompt("q", (1,), gold)
-    return dict(zip(reward.list_components(cfg), score([(text, problem, tokens)], longest, cfg)[0], strict=True))
+    return dict(zip(reward.list_components(cfg), score([((text,), problem, tokens)], longest, cfg)[0], strict=True))
 
 
 def total(parts: dict[str, float], cfg: Reward) -> float:
@@ -85,12 +85,6 @@ def test_the_span_of_rewards_holds_every_component():
     assert reward_range({"custom": 0.5, "mine": -2.0}) == (-2.5, 2.5)
 
 
-def test_what_is_written_behind_the_end_does_not_count():
-    assert parts_of("#### 41<|im_end|>#### 42", accuracy=1.0)["accuracy"] == 0
-    assert parts_of("41<|endoftext|><answer>42</answer>", tag_exact=1.0)["tag_exact"] == 0
-    assert parts_of("#### 42<|im_end|>\n#### 41", accuracy=1.0)["accuracy"] == 1
-
-
 @pytest.mark.parametrize(("text", "gold", "notes"), [
     ("#### 42", "42", (0, 0, 0)), ("#### 41", "42", (0, 0, 0)),
     ("so 42", "42", (1, 0, 1)), ("", "42", (1, 0, 0)),
@@ -104,7 +98,7 @@ def test_notes_tell_what_could_not_be_graded(text, gold, notes, monkeypatch):
     assert tuple(parts[name] for name in reward.REPORTED_RATES) == notes
 
 
-def test_the_command_counts_by_category(tmp_path, command, capsys):
+def test_the_command_counts_by_category(tmp_path, command, refused, capsys):
     row = {"gold": "1", "completion": "#### 1", "correct": True, "category": "easy"}
     rows = [row, row | {"completion": "#### 2"}, row | {"correct": False, "category": "odd"},
             row | {"completion": "", "correct": False, "category": "odd"}]
@@ -116,10 +110,8 @@ def test_the_command_counts_by_category(tmp_path, command, capsys):
     assert ["total", "4", "50.0%", "1", "1"] in lines
     assert "false negative: easy: gold '1', answer '2', judged wrong" in printed
     (tmp_path / "c.jsonl").write_text("[]\n")
-    assert command(reward, "--cases", tmp_path / "c.jsonl") == 2
-    said = capsys.readouterr()
-    assert (said.out, said.err) == (
-        "", f"error: {tmp_path / 'c.jsonl'}:1: the 'gold' of a case must be a str, not None\n")
+    said = refused(reward, "--cases", tmp_path / "c.jsonl")
+    assert said == f"error: {tmp_path / 'c.jsonl'}:1: the 'gold' of a case must be a str, not None"
 
 
 def test_no_weight_is_nan():

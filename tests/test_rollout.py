@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from conftest import ask, load, make_groups, write_tiny
+from conftest import ask, load, make_groups, unshared, write_tiny
 
 import data
 import rollout
@@ -16,7 +16,7 @@ from config import ConfigError
 from infra import dist
 from model import sdpa_padded
 from pack import Minibatch, Plan, build_row
-from records import EngineSpec, Group, Prompt, Segments
+from records import EngineSpec, Group, Prompt
 from rollout import TorchEngine, sample_tokens
 from rollout_vllm import VLLMEngine
 
@@ -137,7 +137,7 @@ def test_greedy_takes_the_largest_logit_of_a_full_forward(tiny):
     for prompt, sample in zip(prompts(), samples, strict=True):
         ids = list(prompt)
         for token in sample.ids:
-            attend = sdpa_padded(Segments.plain([len(ids)]))
+            attend = sdpa_padded(unshared([len(ids)]))
             with torch.no_grad():
                 hidden_TD = model.hidden(torch.tensor(ids), torch.arange(len(ids)), attend)
             assert token == int(model.logits(hidden_TD[-1:]).argmax())

@@ -36,19 +36,12 @@ def own_signals():
 
 def stopped_in(cfg: config.Config, what: str, nth: int, rank: int) -> tuple[bool, int]:
     """Train until one rank gets SIGTERM in the nth rollout or evaluation; return if it ended, and its tokens since."""
-    start, draw = train.start_engine, rollout.sample_tokens
+    generate, draw = rollout.TorchEngine.generate, rollout.sample_tokens
     calls, since = {"rollout": 0, "evaluation": 0}, [-1]
 
-    def counted(kind, spec):
-        engine = start(kind, spec)
-        generate = engine.generate
-
-        def counting(requests, *rest, **settings):
-            calls["evaluation" if rest[1:] else "rollout"] += 1
-            return generate(requests, *rest, **settings)
-
-        engine.generate = counting
-        return engine
+    def counting(engine, requests, *rest, **settings):
+        calls["evaluation" if rest[1:] else "rollout"] += 1
+        return generate(engine, requests, *rest, **settings)
 
     def asked(*given):
         since[0] += since[0] >= 0
@@ -57,7 +50,8 @@ def stopped_in(cfg: config.Config, what: str, nth: int, rank: int) -> tuple[bool
             signal.raise_signal(signal.SIGTERM)
         return draw(*given)
 
-    with (own_signals(), patch.object(train, "start_engine", counted), patch.object(rollout, "sample_tokens", asked),
+    with (own_signals(), patch.object(rollout.TorchEngine, "generate", counting),
+          patch.object(rollout, "sample_tokens", asked),
           patch.object(checks, "before_run", lambda cfg, ready: ready)):
         try:
             train.train(cfg, stop=stopping.Stop())

@@ -15,7 +15,7 @@ import secret_sums
 import torch
 import toy_models
 import toy_tasks
-from conftest import ROOT, TOY, others_slow
+from conftest import ROOT, TOY, others_slow, steps_of
 from test_invariance import trained_unchecked
 
 import config
@@ -127,8 +127,8 @@ def test_guesses_get_hints_and_few_are_worth_more():
     assert [guess.reply(f"{n}?", row) for n in (1, 3, 8)] == [" higher.", " yes.", " lower."]
     assert guess.reply("#### 3", row) is None
     texts = ["3? yes.", "4? lower. 3? yes.", "1? 2? 4? 5? 6? 3?", "3", "4? yes."]
-    assert [guess.quick(text, row) for text in texts] == pytest.approx([1, 0.8, 0, 0, 0])
-    assert [guess.found(text, row) for text in texts] == [1, 1, 1, 0, 0]
+    assert [guess.quick((text,), row) for text in texts] == pytest.approx([1, 0.8, 0, 0, 0])
+    assert [guess.found((text,), row) for text in texts] == [1, 1, 1, 0, 0]
 
 
 @pytest.mark.slow
@@ -136,5 +136,4 @@ def test_guesses_get_hints_and_few_are_worth_more():
 def test_a_task_with_an_environment_trains(name, tmp_path):
     trained_unchecked(config.load(f"{name}_toy.yaml", [
         f"out={tmp_path / 'run'}", "steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval.limit=2"]))
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert max(line.get("environment/calls", 0) for line in lines) > 0
+    assert max(line.get("environment/calls", 0) for line in steps_of(tmp_path / "run")) > 0

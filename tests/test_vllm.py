@@ -11,13 +11,13 @@ import zlib
 import pytest
 import torch
 import vllm_async
-from conftest import PRECISION, ask, make_groups, write_tiny
+from conftest import PRECISION, ask, make_groups, unshared, write_tiny
 from test_rollout import spec, trainer_logp
 
 import data
 from infra import dist
 from model import Decoder, empty_model, load_model, sdpa_padded
-from records import Sample, Segments
+from records import Sample
 from rollout_vllm import VLLMEngine
 
 pytestmark = pytest.mark.vllm
@@ -113,7 +113,7 @@ def is_in_step(engine: VLLMEngine, policy: Decoder, temperature: float = 1.0) ->
 def full_logits(policy: Decoder, ids: tuple[int, ...]) -> torch.Tensor:
     """[T, V], after each token, by a forward of all of them."""
     ids_T = torch.tensor(ids, device=policy.embed_tokens.weight.device)
-    segments = Segments.plain([len(ids_T)], ids_T.device)
+    segments = unshared([len(ids_T)], ids_T.device)
     with torch.no_grad():
         return policy.logits(policy.hidden(ids_T, torch.arange(len(ids_T), device=ids_T.device),
                                            sdpa_padded(segments))).cpu()

@@ -4,7 +4,6 @@ import os
 import subprocess
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +20,7 @@ from infra import device as hardware
 from infra import dist, results, runfolder
 from policy import Weights
 from records import EngineSpec
+from rollout import TorchEngine
 from rollout_vllm import VLLMEngine
 
 CUDA = torch.device("cuda", 0)
@@ -128,27 +128,14 @@ def test_a_start_that_fails_is_one_line(error, recorded, monkeypatch):
 def test_the_engine_sleeps_before_the_export_and_the_run_is_finished_after_it(tmp_path, monkeypatch):
     """The export gathers weights in float32, after the last evaluation."""
     seen = []
-    monkeypatch.setattr(train, "start_engine", noting(train.start_engine, seen))
+    for name in ("sleep", "sync"):
+        true = getattr(TorchEngine, name)
+        monkeypatch.setattr(TorchEngine, name, lambda *given, name=name, true=true: seen.append(name) or true(*given))
     monkeypatch.setattr(Weights, "export", lambda *given: seen.append(
         f"export, {runfolder.state_of(tmp_path / 'run')['state']}"))
     train.train(toy_config(tmp_path / "run", "steps=1", "eval.every=0"))
     assert seen[-2:] == ["sleep", "export, running"] and seen.count("sync") == 2
     assert runfolder.state_of(tmp_path / "run") == {"state": "finished"}
-
-
-def noting(start, seen: list[str]):
-    """An engine that writes down when it is told to sleep and to take over weights."""
-    def note(name: str, method, *given):
-        seen.append(name)
-        return method(*given)
-
-    def started(kind: str, spec: EngineSpec):
-        engine = start(kind, spec)
-        for name in ("sleep", "sync"):
-            setattr(engine, name, partial(note, name, getattr(engine, name)))
-        return engine
-
-    return started
 
 
 def plan(name: str, ranks: int) -> EngineSpec:

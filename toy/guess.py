@@ -17,18 +17,18 @@ def reply(text: str, row: dict) -> str | None:
     return asked and f" {hint(int(asked[1]), row['number'])}."
 
 
-def guesses(text: str) -> list[int]:
-    return [int(guess) for guess in re.findall(r"(\d+)\?", text)]
+def guesses(turns: tuple[str, ...]) -> list[int]:
+    return [int(guess) for guess in re.findall(r"(\d+)\?", "".join(turns[::2]))]
 
 
-def quick(text: str, row: dict) -> float:
+def quick(turns: tuple[str, ...], row: dict) -> float:
     """Return 1 for the number at the first guess, 0.2 less for each guess more, and 0 if it is not found."""
-    made, number = guesses(text), row["number"]
+    made, number = guesses(turns), row["number"]
     if number not in made:
         return 0.0
     return max(0.0, 1 - 0.2 * made.index(number))
 
 
-def found(text: str, row: dict) -> float:
+def found(turns: tuple[str, ...], row: dict) -> float:
     """Return 1 if the number is among the guesses."""
-    return float(row["number"] in guesses(text))
+    return float(row["number"] in guesses(turns))

@@ -22,7 +22,7 @@ from sympy.core.evalf import PrecisionExhausted
 
 from verify import formula
 from verify.answer import FLIPPED, RELATION
-from verify.number import DECIMAL, number, rounds_to
+from verify.number import number, rounds_to
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # at every call it warns that its time-outs are off
 # spelling.py handles units and mixed numbers; by math-verify's defaults \frac{1}{m} t loses its t and M is m
@@ -44,7 +44,7 @@ def read_formula(text: str) -> sympy.Basic:
     """
     exact = number(text)
     if exact:
-        return sympy.Rational(exact[0].numerator, exact[0].denominator)
+        return sympy.Rational(exact[0])
     try:
         return formula.parse_formula(text)
     except formula.Unread:
@@ -157,10 +157,10 @@ def same_constants(a: sympy.Expr, b: sympy.Expr, gold: str, answer: str) -> bool
     rational = all(x.is_Rational for x in exact)
     if rational and exact[0] == exact[1]:
         return True
-    decimal = next((x for x in (gold, answer) if DECIMAL.fullmatch(x) and "." in x), None)
-    if decimal:
-        rounded_value = sympy.N(a if decimal == answer else b, DIGITS, maxn=400)
-        return bool(rounded_value.is_real) and rounds_to(Fraction(str(rounded_value)), decimal)
+    for text, other in ((gold, b), (answer, a)):
+        if (decimal := number(text)) and decimal[1] > 0:
+            value = sympy.N(other, DIGITS, maxn=400)
+            return bool(value.is_real) and rounds_to(Fraction(str(value)), *decimal)
     if rational:
         return False
     size = max(abs(sympy.N(x, DIGITS, maxn=400)) for x in (a, b))

@@ -9,7 +9,6 @@ answers apart into members; number.py compares numbers, and a function of the ca
 import itertools
 import re
 from collections.abc import Callable
-from string import ascii_letters
 
 from verify.number import LONGEST, THOUSANDS, number, same_numbers
 from verify.spelling import normalise, read_unit, without_unit
@@ -18,13 +17,14 @@ DEEPEST = 20      # brackets within brackets
 LONGEST_LIST = 40      # members of a list that are compared one by one
 Compare = Callable[[str, str], bool]
 
-OPENING, CLOSING = "([{", ")]}"
+OPENING, CLOSING = {*"([{", "\\begin"}, {*")]}", "\\end"}
 SUBSCRIPT = r"(?:_\w|_\{[^{}]*\}|')*"
 INVERSE = r"(?:\^\{?-1\}?)"
 NAME = re.compile(
-    r"(?:\\?[A-Za-z]|\\[A-Za-z]+|\\?[A-Z]{2,4}|\|[A-Z]+\||m?\\(?:angle|triangle) ?[A-Z]+|[A-Za-z]{4,}|"
-    rf"[A-Za-z]{SUBSCRIPT}:[A-Za-z]){SUBSCRIPT}(?:{INVERSE}?\([A-Za-z0-9,=<>≤≥|]*\))?"
-    r"|\([a-zA-Z](?:,[a-zA-Z])*\)|\\frac\{[A-Za-z]+\}\{[A-Za-z]+\}")
+    r"(?!\\pi\Z)(?:\\?[A-Za-z]|\\[A-Za-z]+|\\?[A-Z]{2,4}|\|[A-Z]+\||m?\\(?:angle|triangle) ?[A-Z]+|"
+    rf"(?!not(?!e))[A-Za-z]{{4,}}|[A-Za-z]{SUBSCRIPT}:[A-Za-z]){SUBSCRIPT}"
+    rf"(?:{INVERSE}?\([A-Za-z0-9,=<>≤≥|]*\))?|\([a-zA-Z](?:,[a-zA-Z])*\)"
+    r"|\\frac\{[A-Za-z]+\}\{[A-Za-z]+\}")
 CALL = re.compile(rf"(\\?[A-Za-z]+{SUBSCRIPT}{INVERSE}?)\(([a-zA-Z](?:,[a-zA-Z])*)\)")  # f(x), of letters
 NAMED_FUNCTIONS = re.compile(r"\\(?:ln|log|lg|exp|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?)")
 # If the gold answer has no name, an answer may have one of these on its left too: f(-1), |z|, [ABC],
@@ -32,7 +32,9 @@ NAMED_FUNCTIONS = re.compile(r"\\(?:ln|log|lg|exp|(?:arc)?(?:sin|cos|tan|cot|sec
 LOOSE_NAME = re.compile(
     r"[a-zA-Z](?:\^\{?-1\}?)?[(\[].*[)\]]|\|[a-zA-Z]+\||\[[^\]]*[A-Z]\]|"
     r"\\(?:overline|overrightarrow|vec|hat|bar)\{?[A-Za-z]+\}?|"
-    r"\\(?:sin|cos|tan|angle|log|ln)[\\ a-zA-Z]+|[a-zA-Z](?:[+:][a-zA-Z])+|d?[a-z]/d?[a-z]")
+    r"\\(?:sin|cos|tan|angle|log|ln)[\\ a-zA-Z]+|d?[a-z]/d?[a-z]|\|[^|]*[A-Z][^|]*\||"
+    r"(?!not)[a-zA-Z](?:[_^](?:\w|\{\w+\}))*(?:[-+:]?[a-zA-Z](?:[_^](?:\w|\{\w+\}))*)+|"
+    r"\\(?:lim|max|min|sup|inf|gcd|deg|dim|det)(?![a-z]).*|[A-Za-z]{2,}\(.*\)|.*\\b?mod(?![a-z]).*")
 VARIABLE = rf"(?!\\(?:pi|infty)|e)(?:[a-zA-Z]|\\[a-zA-Z]+){SUBSCRIPT}"
 # An inequality bounds one of these: x, f(x), \sin x.
 RANGED = re.compile(rf"{VARIABLE}(?:\([a-zA-Z]\))?|\\(?:sin|cos|tan|cot) ?(?:\(?{VARIABLE}\)?)")
@@ -69,15 +71,14 @@ def closes_at_end(x: str) -> bool:
 
 def split_top_level(x: str, at: str) -> list[str]:
     """Split at these characters, but not inside brackets or environments, and drop empty pieces."""
-    pieces, depth, start = [], 0, 0
-    for i, c in enumerate(x):
-        depth += (c in OPENING) - (c in CLOSING) + x.startswith("\\begin", i) - x.startswith("\\end", i)
-        depth = max(0, depth)
-        if c in at and depth == 0:
-            pieces.append(x[start:i])
-            start = i + 1
-    pieces.append(x[start:])
-    return [piece.strip() for piece in pieces if piece.strip()]
+    pieces, depth = [""], 0
+    for token in re.findall(r"\\begin|\\end|.", x, re.DOTALL):
+        depth = max(0, depth + (token in OPENING) - (token in CLOSING))
+        if token in at and depth == 0:
+            pieces.append("")
+        else:
+            pieces[-1] += token
+    return [piece for piece in map(str.strip, pieces) if piece]
 
 
 # ---- structure
@@ -94,8 +95,8 @@ def strip_wrapping(answer: str) -> tuple[str, str]:
     answer = answer.replace('"', " ").strip().rstrip(" .,;:")
     while is_wrapped(answer):
         answer = answer[1:-1].strip()
-    answer = re.sub(r"(\\[a-zA-Z]+) +(?=[a-zA-Z])", "\\1\x1f", answer)  # the one space that means something
-    return re.sub(r"(?<!\d) | (?!\d)", "", answer).replace("\x1f", " "), unit
+    # A space means something behind a command and between digits.
+    return re.sub(r"(\\[a-zA-Z]+ ) *(?=[a-zA-Z])|(?<!\d) | (?!\d)", r"\1", answer), unit
 
 
 def is_wrapped(x: str) -> bool:
@@ -115,11 +116,10 @@ def list_members(x: str) -> list[str]:
     "a \pm b" has two members, and {1, 2} in plain braces is a list. If the same names come again, the values
     between are one member: x=1, y=2, x=3, y=4 has two.
     """
-    x = re.sub(r"^[A-Za-z]\s*=\s*(?=\\\{)", "", x.strip().replace("\\cup", "∪"))
+    x = re.sub(r"^[^={},;∧∨]*=\s*(?=\\\{|\{[^{}]*,)(?!.*=)", "", x.strip().replace("\\cup", "∪"))
     while x[:1] == "{" and closes_at_end(x):
         x = x[1:-1].strip()
-    if x[:1] == x[-1:] == '"' and x.count('"') == 2:
-        x = x[1:-1]
+    x = re.sub('^"([^"]*)"$', r"\1", x)
     if x.startswith("\\{") and closes_at_end(x[1:]):
         x = x[2:-2]
     elif THOUSANDS.fullmatch(x):
@@ -217,12 +217,11 @@ def take_apart(x: str, other: str = "") -> tuple[str, list[str]]:
     matrix in TeX, a list of lists is one too, and a plain list is a row or a column, as the other is.
     """
     if "\\begin" in x + other and (rows := list_rows(x, upright="&" not in x + other)):
-        widths = [len(row) for row in rows]
-        return f"matrix {widths}", sum(rows, [])
+        return f"matrix {[len(row) for row in rows]}", sum(rows, [])
     if x[:1] in ("(", "[") and len(members := split_top_level(x[1:-1], ",;")) > 1 and closes_at_end(x):
         return x[0] + x[-1], members
     if based := BASED.fullmatch(x):
-        return ("", [based[1]]) if based[2] == "10" else (f"base {based[2]}", [based[1]])
+        return "" if based[2] == "10" else f"base {based[2]}", [based[1]]
     if len(members := split_top_level(x, ":")) > 1:
         return ":", members
     return "", [x]
@@ -244,10 +243,15 @@ def strip_spaces(x: str) -> str:
 
 
 def same_answers(gold: str, answer: str, compare: Compare, labelled: bool = True) -> bool:
-    """Compare two normalised answers. `labelled`: the second may be a choice with its letter, (B) 42."""
+    """Compare two normalised answers. `labelled`: one may be a choice with its letter, (B) 42."""
     gold, answer = intersect_conditions(gold), intersect_conditions(answer)
     gold_items, answer_items = list_members(gold), list_members(answer)
     if len(gold_items) == len(answer_items) == 1:
+        exact, _, rounded = answer_items[0].rpartition("\\approx")
+        if not NAME.fullmatch(exact.strip() or "x") and same_numbers(gold_items[0], rounded):
+            shift = rf"\cdot 10^{{{len(rounded.partition('.')[2])}}}+0.5\rfloor"
+            if compare(rf"\lfloor({exact.rpartition('=')[2]}){shift}", rf"\lfloor({rounded}){shift}"):
+                return True
         gold, gold_unit = strip_wrapping(gold_items[0])
         answer, answer_unit = strip_wrapping(answer_items[0])
         in_radians = answer_unit in RADIANS or "\\pi" in answer and answer_unit != "degrees"
@@ -264,9 +268,10 @@ def same_answers(gold: str, answer: str, compare: Compare, labelled: bool = True
         if not (SET_SIGNS.search(gold) and SET_SIGNS.search(answer)):
             return False
         return compare(strip_wrapping(gold)[0], strip_wrapping(answer)[0])
-    if labelled and (choice := CHOICE.fullmatch(answer_items[0])):
-        letter, value = choice.groups()
-        return same_answers(gold, letter if re.fullmatch(r"[A-Z]", gold) else value, compare, labelled=False)
+    for one, other in ((gold, answer_items[0]), (answer, gold_items[0])) if labelled else ():
+        if choice := CHOICE.fullmatch(other):
+            letter, value = choice.groups()
+            return same_answers(one, letter if re.fullmatch("[A-Z]", one) else value, compare, labelled=False)
     if RELATION.search(gold) or RELATION.search(answer):
         return same_relations(gold, answer, compare)
     return same_values(gold, answer, compare)
@@ -274,7 +279,7 @@ def same_answers(gold: str, answer: str, compare: Compare, labelled: bool = True
 
 def units_differ(gold_unit: str, answer_unit: str) -> bool:
     """Tell whether two units differ: all their names are known, or one of them is "modulo" a number."""
-    if not gold_unit or not answer_unit or gold_unit == answer_unit:
+    if not (gold_unit and answer_unit) or gold_unit == answer_unit:
         return False
     powers = read_unit(gold_unit), read_unit(answer_unit)
     return None not in powers and powers[0] != powers[1] or "modulo" in gold_unit + answer_unit
@@ -282,9 +287,7 @@ def units_differ(gold_unit: str, answer_unit: str) -> bool:
 
 def same_in_order(gold: list[str], answer: list[str], compare: Compare) -> bool:
     """Compare two lists member by member."""
-    if len(gold) != len(answer):
-        return False
-    return all(same_answers(a, b, compare) for a, b in zip(gold, answer, strict=True))
+    return len(gold) == len(answer) and all(map(same_answers, gold, answer, [compare] * len(gold)))
 
 
 def same_lists(gold: list[str], answer: list[str], compare: Compare) -> bool:
@@ -298,9 +301,8 @@ def same_lists(gold: list[str], answer: list[str], compare: Compare) -> bool:
         return set(map(strip_spaces, gold)) == set(map(strip_spaces, answer))
     if any("ldots" in item for item in gold):
         return same_in_order(gold, answer, compare)
-    if not all(any(same_answers(a, b, compare) for b in answer) for a in gold):
-        return False
-    return all(any(same_answers(a, b, compare) for a in gold) for b in answer)
+    return (all(any(same_answers(a, b, compare) for b in answer) for a in gold)
+            and all(any(same_answers(a, b, compare) for a in gold) for b in answer))
 
 
 def list_tuple_members(side: list[str]) -> list[str]:
@@ -340,13 +342,15 @@ def same_name(gold: tuple[str, str], answer: tuple[str, str]) -> str | None:
 
 def find_letters(x: str) -> set[str]:
     """Return the letters of x that belong to no command."""
-    return set(re.sub(r"\\[a-zA-Z]+", "", x)) & set(ascii_letters)
+    return {*re.findall(r"\\[a-zA-Z]+|([a-zA-Z])", x)} - {""}
 
 
 def same_relations(gold: str, answer: str, compare: Compare) -> bool:
     """Compare two answers if at least one is a relation. A name that only one of them has is left out."""
     (a, gold_signs), (b, answer_signs) = split_relation(gold), split_relation(answer)
     if "\\in" in gold_signs + answer_signs:
+        if gold_signs == answer_signs and a[0] != b[0]:
+            return False
         value = a[-1] if "\\in" in gold_signs else gold
         return same_answers(value, b[-1] if "\\in" in answer_signs else answer, compare)
     if not gold_signs and answer_signs == ["="] and NAME.fullmatch(b[1]) and not NAME.fullmatch(b[0]):
@@ -369,7 +373,7 @@ def same_relations(gold: str, answer: str, compare: Compare) -> bool:
     left, right = to_interval(gold) if gold_signs else gold, to_interval(answer) if answer_signs else answer
     if len(a) == len(b) == 3 and not (re.fullmatch(VARIABLE, a[1]) and re.fullmatch(VARIABLE, b[1])):
         return False  # 0 < f(x) < 2 is another chain than 0 < g(x) < 2
-    if left and right and set(gold_signs + answer_signs) - {"=", "≠"}:
+    if left and right:
         return same_values(left, right, compare)
     return len(gold_signs) == len(answer_signs) == 1 and compare(gold, answer)
 
@@ -378,8 +382,9 @@ def same_values(gold: str, answer: str, compare: Compare) -> bool:
     """Compare two answers that are neither lists nor relations."""
     if (equal_numbers := same_numbers(gold, answer)) is not None:
         return equal_numbers
-    if read_words(gold) or read_words(answer) or len(gold) == len(answer) == 1:  # unequal letters
-        return read_words(gold) is not None and read_words(gold) == read_words(answer)
+    words = read_words(gold), read_words(answer)
+    if any(words) or len(gold) == len(answer) == 1:  # unequal letters
+        return words[0] is not None and words[0] == words[1]
     gold_kind, gold_members = take_apart(gold, answer)
     answer_kind, answer_members = take_apart(answer, gold)
     if gold_kind == answer_kind != "":
@@ -390,7 +395,7 @@ def same_values(gold: str, answer: str, compare: Compare) -> bool:
         return gold_members[0] == answer
     if gold_kind or answer_kind:
         return bool(SET_SIGNS.search(gold) and SET_SIGNS.search(answer)) and compare(gold, answer)
-    return gold == answer or compare(gold_members[0], answer_members[0])
+    return compare(gold_members[0], answer_members[0])
 
 
 def is_readable(gold: str, reads: Callable[[str], bool]) -> bool:

@@ -1,6 +1,7 @@
 """Measure the verifier on labelled cases: how often it is right, and which cases it gets wrong."""
 
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -10,6 +11,9 @@ from verify.errors import VerifyError
 from verify.grade import VERIFY_SECONDS, grade
 
 CASE = {"gold": str, "completion": str, "correct": bool, "category": str}
+# How files of other programs write the end of a sequence: here are texts, and no ids of tokens.
+END = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id|eom_id|end_of_text)\|>|<｜[^｜\n]{1,40}｜>|"
+                 r"</s>|<eos>|<end_of_turn>")
 
 
 def grade_cases(path: Path) -> int:
@@ -20,7 +24,7 @@ def grade_cases(path: Path) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     start = perf_counter()
-    grades = grade([(case["gold"], case["completion"]) for case in cases])
+    grades = grade([(case["gold"], END.split(case["completion"], maxsplit=1)[0]) for case in cases])
     seconds = perf_counter() - start
     counts = count_outcomes(cases, grades)
     print(f"{'category':<24} {'cases':>6} {'accuracy':>9} {'false positives':>16} {'false negatives':>16}")

@@ -1,6 +1,5 @@
 """Grade by math-verify itself, called as its documentation says, to compare with published figures."""
 
-from verify.extract import until_end
 from verify.grade import ALGEBRA
 from verify.workers import Call, OverLimit
 
@@ -10,7 +9,7 @@ def judge_by_math_verify(pairs: list[tuple[str, str]]) -> list[tuple[bool, str]]
 
     The workers' limit (VERIFY_SECONDS) replaces its time-outs. A completion that it does not finish is wrong.
     """
-    calls = [Call(parse_and_verify, gold, until_end(text), limits=ALGEBRA) for gold, text in pairs]
+    calls = [Call(parse_and_verify, gold, text, limits=ALGEBRA) for gold, text in pairs]
     verdicts = []
     for call in calls:
         try:

@@ -14,10 +14,11 @@ time, x^(2) is not read, \ln x^2 \cdot 3 is \ln(3x^2) and (2)(3) is 5.
 
 import re
 from collections.abc import Callable
+from operator import mul, truediv
 
 import sympy
 
-TOKEN = re.compile(r" *(\\[a-zA-Z]+|\\[{}]|\d+\.?\d*|\.\d+|[a-zA-Z]|[-+*/^_!|(){}\[\],=])")
+TOKEN = re.compile(r" *(\\[a-zA-Z]+|\\[{}]|\d+\.?\d*|\.\d+|[a-zA-Z]|[-+/^_!|(){}\[\],=])")
 LARGEST_COMPUTED = 10_000  # largest exponent, and largest number with a computed factorial
 GREEK = {f"\\{name}" for name in (
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma "
@@ -26,13 +27,13 @@ NAMES = "sin cos tan cot sec csc sinh cosh tanh coth".split()
 INVERSES = {f"\\{name}": getattr(sympy, f"a{name}") for name in NAMES}
 FUNCTIONS: dict[str, Callable] = {f"\\{name}": getattr(sympy, name) for name in (*NAMES, "exp")} | {
     f"\\arc{name}": INVERSES[f"\\{name}"] for name in NAMES} | {
-    "\\ln": sympy.log, "\\log": lambda x: sympy.log(x, 10), "\\lg": lambda x: sympy.log(x, 10)}
+    "\\ln": sympy.log, "\\log": lambda x, base=10: sympy.log(x, base), "\\lg": lambda x: sympy.log(x, 10)}
 SERIES = {"\\sum": sympy.Sum, "\\prod": sympy.Product}
 BRACKET_PAIRS = {"(": ")", "[": "]", "{": "}", "|": "|", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 AROUND: dict[str, Callable] = {"|": sympy.Abs, "\\lfloor": sympy.floor, "\\lceil": sympy.ceiling}
 CONSTANTS = {"\\pi": sympy.pi, "\\infty": sympy.oo, "e": sympy.E, "i": sympy.I}
-EXPONENTS = {"{", "(", "\\frac", "\\sqrt", *CONSTANTS, *GREEK}  # their beginnings, beside numbers and letters
-STOPS = {"", "+", "-", "\\cdot", "*", "/", "\\bmod", "\\mod", ")", "]", "}", "\\rfloor", "\\rceil", ",", "="}
+OPERATORS: dict[str, Callable] = {"\\cdot": mul, "/": truediv, "\\bmod": sympy.Mod}
+STOPS = {"", "+", "-", *OPERATORS, ")", "]", "}", "\\rfloor", "\\rceil", ",", "="}
 
 
 class Unread(ValueError):
@@ -54,7 +55,7 @@ class Reader:
         if "".join(self.tokens) != text.replace(" ", ""):
             raise Unread(f"a character of no token in {text!r}")
         self.place = 0
-        self.bars = 0  # open |
+        self.in_bars = False  # whether the next | closes
         self.indices: set[str] = set()  # of sums: i is no constant there
 
     @property
@@ -77,26 +78,25 @@ class Reader:
 
     def product(self) -> sympy.Expr:
         value = self.signed()
-        while self.token in ("\\cdot", "*", "/", "\\bmod", "\\mod", "("):
+        while self.token in (*OPERATORS, "("):
             operator = "\\cdot" if self.token == "(" else self.take()
-            other = self.signed()
-            if operator == "/":
-                value = value / other
-            else:
-                value = sympy.Mod(value, other) if "mod" in operator else value * other
+            value = OPERATORS[operator](value, self.signed())
         return value
 
-    def signed(self) -> sympy.Expr:
+    def signed(self, in_argument: bool = False) -> sympy.Expr:
         sign = 1
         while self.token in ("+", "-"):
             sign = sign if self.take() == "+" else -sign
-        return sign * self.powers()
+        return sign * self.powers(in_argument)
 
-    def powers(self, in_argument: bool = False) -> sympy.Expr:
-        """Read factors that stand side by side; the argument of a function ends before another function."""
+    def powers(self, in_argument: bool) -> sympy.Expr:
+        """Read factors that stand side by side; the argument of a function ends before another function.
+
+        No factor begins with "^" or "!": so 2^3^4 and n!! are not read.
+        """
         factors: list[sympy.Expr] = []
         start, plain = "", False  # of the factor before; and whether that is a number, without a power, alone
-        while not (self.token in STOPS or self.token == "|" and self.bars > 0
+        while not (self.token in STOPS or self.token == "|" and self.in_bars
                    or factors and in_argument and self.token in FUNCTIONS):
             if start[:1].isdigit() and self.token[0].isdigit():
                 raise Unread("two numbers beside each other")
@@ -118,20 +118,16 @@ class Reader:
             base = sympy.factorial(base, evaluate=not base.is_number or base <= LARGEST_COMPUTED)
         if self.token == "^":
             base = bounded_power(base, self.exponent())
-        if self.token in ("^", "!"):
-            raise Unread("a power of a power without brackets, or a factorial of either")
         return base
 
     def exponent(self) -> sympy.Expr:
         self.take("^")
         sign = -1 if self.token == "-" and self.take() else 1
-        if self.token in EXPONENTS or re.match(r"[^\W_]|\.", self.token):
-            return sign * self.atom()
-        raise Unread(f"an exponent {self.token!r}")
+        return sign * self.atom()
 
     def atom(self) -> sympy.Expr:
         token = self.take()
-        if token[0].isdigit() or token[0] == ".":
+        if re.match(r"\.?\d", token):
             return sympy.Rational(token)
         if token in BRACKET_PAIRS:
             return AROUND.get(token, lambda x: x)(self.group(token))
@@ -152,10 +148,10 @@ class Reader:
         raise Unread(f"{token!r} in a formula")
 
     def group(self, opening: str) -> sympy.Expr:
-        bars, self.bars = self.bars, int(opening == "|")
+        outer, self.in_bars = self.in_bars, opening == "|"
         value = self.sum()
         self.take(BRACKET_PAIRS[opening])
-        self.bars = bars
+        self.in_bars = outer
         return value
 
     def braced(self) -> sympy.Expr:
@@ -180,22 +176,18 @@ class Reader:
         return sympy.Symbol(f"{name}_{index}")
 
     def function(self, name: str) -> sympy.Expr:
-        exponent, base = None, None
+        exponent, base = sympy.Integer(1), []
         while self.token == "^" or self.token == "_" and name == "\\log":
             if self.token == "^":
                 exponent = self.exponent()
             else:
                 self.take()
-                base = self.atom()
-        if self.token in ("(", "["):
-            value = self.group(self.take())
-        else:
-            sign = -1 if self.token == "-" and self.take() else 1
-            value = sign * self.powers(in_argument=True)
+                base = [self.atom()]
+        bracketed = self.token in ("(", "[")
+        value = self.group(self.take()) if bracketed else self.signed(in_argument=True)
         if exponent == -1 and name in INVERSES:
             return INVERSES[name](value)
-        applied = FUNCTIONS[name](value) if base is None else sympy.log(value, base)
-        return applied if exponent is None else bounded_power(applied, exponent)
+        return bounded_power(FUNCTIONS[name](value, *base), exponent)
 
     def series(self, kind: type) -> sympy.Expr:
         r"""Read \sum_{k=a}^{b} or \prod_{k=a}^{b} with the product behind it, and evaluate it."""

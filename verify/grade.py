@@ -2,8 +2,7 @@
 
 Cheap comparisons come first: the caller's process compares spelling, structure and numbers (answer.py). A
 worker process compares expressions (algebra.py); the kernel ends it after VERIFY_SECONDS of computing and
-gives it no more than VERIFY_BYTES. So no text can hang or crash the trainer, and no worker outlives it. Text
-behind an end-of-sequence token does not count.
+gives it no more than VERIFY_BYTES. So no text can hang or crash the trainer, and no worker outlives it.
 """
 
 import functools
@@ -13,7 +12,7 @@ from dataclasses import replace
 
 from verify.answer import answers_equal, is_readable
 from verify.errors import VerifyError
-from verify.extract import extract, last_number, last_tag, until_end
+from verify.extract import extract, last_number, last_tag
 from verify.number import number, same_numbers
 from verify.workers import WORKERS, Call, Limits, OverLimit
 
@@ -103,17 +102,14 @@ def grade(pairs: list[tuple[str, str]]) -> list[dict]:
     seconds that grow with the number of answers. `last_number` tells whether
     the last number is right, and `lenient` whether that or the answer is.
     """
-    golds = [gold for gold, _ in pairs]
-    texts = [until_end(text) for _, text in pairs]
-    answers = [extract(text) for text in texts]
-    asked = list(zip(golds, answers, strict=True))
+    asked = [(gold, extract(text)) for gold, text in pairs]
     verdicts = judge(asked, FIRST_SECONDS)
     slow = {pair for pair in asked if verdicts[pair] == "timed_out"}
     share = min(VERIFY_SECONDS, max(SHARED_SECONDS, FIRST_SECONDS * len(asked)) / max(1, len(slow)))
     if share > FIRST_SECONDS:
         verdicts |= judge(slow, share)
     grades = []
-    for gold, text, answer in zip(golds, texts, answers, strict=True):
+    for (gold, text), (_, answer) in zip(pairs, asked, strict=True):
         verdict = verdicts[gold, answer]
         last_right = last_number_equal(gold, text)
         grades.append({"answer": answer, "verdict": verdict, "last_number": last_right,
@@ -129,8 +125,8 @@ def judge(pairs: Iterable[tuple[str, str | None]], seconds: float) -> dict[tuple
 
 def unreadable(golds: Iterable[str]) -> set[str]:
     """Return the gold answers that the verifier cannot read; only the same spelling is right for them."""
-    uncertain = [gold for gold in dict.fromkeys(golds) if number(gold) is None]
-    calls = {gold: Call(is_readable, gold, algebra_can_read, limits=ALGEBRA) for gold in uncertain}
+    calls = {gold: Call(is_readable, gold, algebra_can_read, limits=ALGEBRA)
+             for gold in set(golds) if number(gold) is None}
     return {gold for gold, call in calls.items() if finish_verdict(call) is not True}
 
 

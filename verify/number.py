@@ -11,7 +11,7 @@ from fractions import Fraction
 LONGEST = 1000    # characters
 SIGNIFICANT, BEHIND = 6, 4
 THOUSANDS = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?")
-DECIMAL = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)")
+DECIMAL = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")
 FRACTION = re.compile(r"([0-9]+\+|[0-9]+(?=\\))?(?:\\frac\{([-+]?[0-9]+)\}\{([-+]?[0-9]+)\}|"
                       r"\(?([-+]?[0-9]*\.?[0-9]+)\)?/\(?([-+]?[0-9]+)\)?)")
 POWER_OF_TEN = re.compile(r"(?:([0-9]*\.?[0-9]+)\*)?10\^\{?([-+]?[0-9]{1,3})\}?")
@@ -22,6 +22,7 @@ def number(x: str) -> tuple[Fraction, int] | None:
     r"""Read a plain number: its value, and the digits behind the point of a decimal (-1: not a decimal).
 
     Reads decimals, a/b, \frac{a}{b}, mixed numbers, a \cdot 10^{b}, repeating decimals; evaluates nothing.
+    2.5 \cdot 10^{-3} is the decimal 0.0025.
     """
     if len(x) > LONGEST:
         return None
@@ -30,19 +31,20 @@ def number(x: str) -> tuple[Fraction, int] | None:
     if THOUSANDS.fullmatch(x):
         x = x.replace(",", "")
     sign, x = (-1, x[1:]) if x[:1] == "-" else (1, x.removeprefix("+"))
-    if re.fullmatch(r"[0-9]*\.?[0-9]*", x):
-        return (sign * Fraction(x), len(x.partition(".")[2]) if "." in x else -1) if x.strip(".") else None
+    power = POWER_OF_TEN.fullmatch(x)
+    if power or DECIMAL.fullmatch(x):
+        decimal = Decimal(f"{power[1] or 1}e{power[2]}" if power else x)
+        digits = -decimal.as_tuple().exponent
+        return sign * Fraction(decimal), digits if "." in x and digits >= 0 else -1
     value = read_fraction(x)
     return None if value is None else (sign * value, -1)
 
 
 def read_fraction(x: str) -> Fraction | None:
-    """Read a fraction, a power of ten or a repeating decimal without a sign; None for anything else."""
+    """Read a fraction, a mixed number or a repeating decimal without a sign; None for anything else."""
     if match := FRACTION.fullmatch(x):
         integer, top, bottom = match[1], match[2] or match[4], Fraction(match[3] or match[5])
         return Fraction((integer or "0").strip("+")) + Fraction(top) / bottom if bottom else None
-    if match := POWER_OF_TEN.fullmatch(x):
-        return Fraction(f"{match[1] or 1}e{match[2]}")
     if match := REPEATING.fullmatch(x):
         integer, fixed, cycle = match[1] or "0", match[2], match[3]
         nines = (10 ** len(cycle) - 1) * 10 ** len(fixed)
@@ -50,23 +52,14 @@ def read_fraction(x: str) -> Fraction | None:
     return None
 
 
-def write_out_power(x: str) -> str:
-    """Write a decimal times a negative power of ten as a decimal: 2.5*10^{-3} is 0.0025."""
-    plain = x.replace("\\cdot", "*").replace(" ", "").removeprefix("-") if len(x) <= LONGEST else ""
-    match = POWER_OF_TEN.fullmatch(plain)
-    if not match or "." not in (match[1] or "") or not match[2].startswith("-"):
-        return x
-    return "-" * x.startswith("-") + format(Decimal(f"{match[1]}e{match[2]}"), "f")
-
-
-def rounds_to(value: Fraction, decimal: str) -> bool:
-    """Tell whether a decimal has enough digits and is this value, rounded or cut off."""
-    written, digits = Fraction(decimal), len(decimal.partition(".")[2])
-    digits_known = len(re.sub(r"\D", "", decimal).lstrip("0"))
-    error = abs(value - written) * 10 ** digits
-    fits = error <= Fraction(1, 2) or (error < 1 and abs(written) < abs(value))
-    exact = abs(value - written) <= abs(value) / 10**13
-    return digits_known >= SIGNIFICANT and digits >= BEHIND and (fits or exact)
+def rounds_to(value: Fraction, decimal: Fraction, digits: int) -> bool:
+    """Tell whether a decimal with so many digits behind the point has enough and is this value, rounded or
+    cut off."""
+    unit = Fraction(1, 10**digits)
+    error = abs(value - decimal)
+    fits = error <= unit / 2 or (error < unit and abs(decimal) < abs(value))
+    exact = error <= abs(value) / 10**13
+    return abs(decimal) >= unit * 10 ** (SIGNIFICANT - 1) and digits >= BEHIND and (fits or exact)
 
 
 def same_numbers(gold: str, answer: str) -> bool | None:
@@ -75,7 +68,6 @@ def same_numbers(gold: str, answer: str) -> bool | None:
     Rounding errors of binary fractions (0.30000000000000004) do not matter. The shorter of two decimals may
     be the longer one, rounded.
     """
-    gold, answer = write_out_power(gold), write_out_power(answer)
     read = number(gold), number(answer)
     if None in read:
         return None
@@ -84,8 +76,5 @@ def same_numbers(gold: str, answer: str) -> bool | None:
     if value == answer_value or max(digits, answer_digits) > 8 and abs(value - answer_value) <= noise:
         return True
     # Not a decimal (-1) counts as longer than any.
-    if (digits if digits >= 0 else LONGEST) <= (answer_digits if answer_digits >= 0 else LONGEST):
-        short, text, exact = digits, gold, answer_value
-    else:
-        short, text, exact = answer_digits, answer, value
-    return short > 0 and digits != answer_digits and rounds_to(exact, text.replace(",", ""))
+    shorter, (exact, _) = sorted(read, key=lambda one: one[1] if one[1] >= 0 else LONGEST)
+    return digits != answer_digits and shorter[1] > 0 and rounds_to(exact, *shorter)

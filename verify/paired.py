@@ -36,8 +36,6 @@ def sign_flip(difference_N: np.ndarray) -> float:
 
 def holm(p_values: list[float]) -> list[float]:
     """Correct p-values of one family by Holm's step-down method."""
-    corrected, largest, count = [0.0] * len(p_values), 0.0, len(p_values)
-    for rank, i in enumerate(sorted(range(count), key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, (count - rank) * p_values[i]))
-        corrected[i] = largest
-    return corrected
+    order = np.argsort(p_values, kind="stable")
+    steps = np.take(p_values, order) * np.arange(len(order), 0, -1)
+    return np.maximum.accumulate(steps).clip(max=1)[order.argsort()].tolist()

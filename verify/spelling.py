@@ -10,32 +10,44 @@ from collections import Counter
 
 COMMANDS = r"""
     × \cdot, · \cdot, π \pi, ∞ \infty, ° ^\circ, ≤ \le, ≥ \ge, ≠ \ne, ∪ \cup, ∩ \cap, ∈ \in, ± \pm,
-    ∅ \emptyset, ≈ \approx, √ \sqrt, ∖ \setminus"""
+    ∅ \emptyset, ≈ \approx, √ \sqrt, ∖ \setminus, ∉ \notin, ≡ \equiv, ℝ \mathbb{R},
+    ⩽ \le, ⩾ \ge, ≦ \le, ≧ \ge, ⟨ (, 〈 (, ⟩ ), 〉 )"""
 CHARACTERS = str.maketrans({
     **{c: f"{command} " for c, command in map(str.split, COMMANDS.split(","))},
-    **{c: f"^{{{i}}}" for i, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
     **dict.fromkeys("−–‑", "-"), **dict.fromkeys("′’", "'"), **dict.fromkeys("“”\"∴"),
-    "÷": "/", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "、": ",", "。": "."})
+    "÷": "/", "、": ",", "。": "."})
+# NFKC would write 4³ as 43, and 2⅓ as 21/3.
+SHIFTED = {"[⁰¹²³⁴-⁹⁺⁻]+": r"^{\g<0>}", "[₀-₉₊₋]+": r"_{\g<0>}", "[¼-¾⅐-⅞]": r" \g<0>"}
 # The names of the commands that stand for a sign, and the sign.
 SIGNS = {name: sign + " " * sign[1:].isalpha() for *names, sign in map(str.split, r"""
     le leq leqslant ≤, ge geq geqslant ≥, lt <, gt >, ne neq ≠, langle (, rangle ), lbrace \{, rbrace \},
+    backslash smallsetminus \setminus, colon :,
     ldots cdots dots \ldots, mid vert lvert rvert |, times ast \cdot, div /""".split(",")) for name in names}
-NUMERALS = {name: str(i) for i, name in enumerate("two three four five six seven eight nine ten".split(), 2)}
-FACTORS = {"dozen": "12", "hundred": "100", "thousand": "1000", "million": "10^{6}", "billion": "10^{9}",
-           "trillion": "10^{12}"}
-CURRENCIES = {"$": "dollars", "£": "sterling", "€": "euros", "¥": "yen", "₹": "rupees"}
+NUMERALS, FACTORS, CURRENCIES = (dict(map(str.split, text.split(","))) for text in (
+    "two 2, three 3, four 4, five 5, six 6, seven 7, eight 8, nine 9, ten 10",
+    "dozen 12, hundred 100, thousand 1000, million 10^{6}, billion 10^{9}, trillion 10^{12}",
+    "$ dollars, £ sterling, € euros, ¥ yen, ₹ rupees"))
 # The names of one unit stand between commas, its parts behind the equals sign. Different units differ.
 SYNONYMS = """
-    mm millimeter millimeters millimetre millimetres, cm centimeter centimeters centimetre centimetres,
-    m meter meters metre metres, km kilometer kilometers kilometre kilometres, inch inches in, foot feet ft,
+    mm millimeter millimeters millimetre millimetres = milli m, dm = deci m, um = micro m, nm = nano m,
+    cm centimeter centimeters centimetre centimetres = centi m, m meter meters metre metres,
+    km kilometer kilometers kilometre kilometres = kilo m, inch inches in, foot feet ft,
     yard yards yd, mile miles mi, second seconds s sec, minute minutes min, hour hours h hr hrs, day days,
-    week weeks, month months, year years, cent cents, dollar dollars, gram grams g, kg kilogram kilograms, mg,
+    week weeks, month months, year years, cent cents, dollar dollars, gram grams g, mg = milli g,
+    kg kilogram kilograms = kilo g, ms = milli s, us = micro s, ns = nano s,
     pound pounds lb lbs, ounce ounces oz, degree degrees deg, radian radians rad = m m^-1,
-    liter liters litre litres l L, gallon gallons, ml mL, A ampere amperes, K kelvin, C, F, T, kJ, eV,
-    mol mole moles, nm, um, ton tons, man men, cup cups, way ways, euro euros, sterling, yen, rupee rupees,
-    mph = mile h^-1, kph kmph = km h^-1, Hz hertz = s^-1, N newton newtons = kg m s^-2,
-    J joule joules = kg m^2 s^-2, W watt watts = kg m^2 s^-3, Pa pascal pascals = kg m^-1 s^-2,
-    V volt volts = kg m^2 s^-3 A^-1, ohm ohms = kg m^2 s^-3 A^-2
+    liter liters litre litres l L, gallon gallons, ml mL = milli L, cL = centi L, dL = deci L,
+    A ampere amperes, mA = milli A, uA = micro A, K kelvin, C, F, T,
+    eV, keV = kilo eV, MeV = mega eV, GeV = giga eV,
+    mol mole moles, mmol = milli mol, umol = micro mol, kmol = kilo mol,
+    ton tons, man men, cup cups, way ways, euro euros, sterling, yen, rupee rupees,
+    mph = mile h^-1, kph kmph = km h^-1, Hz hertz = s^-1, kHz = kilo Hz, MHz = mega Hz, GHz = giga Hz,
+    N newton newtons = kg m s^-2, kN = kilo N, mN = milli N,
+    J joule joules = kg m^2 s^-2, kJ = kilo J, MJ = mega J,
+    W watt watts = kg m^2 s^-3, mW = milli W, kW kilowatt kilowatts = kilo W, MW = mega W, GW = giga W,
+    Pa pascal pascals = kg m^-1 s^-2, hPa = hecto Pa, kPa = kilo Pa, MPa = mega Pa,
+    V volt volts = kg m^2 s^-3 A^-1, mV = milli V, kV = kilo V, ohm ohms = kg m^2 s^-3 A^-2, kohm = kilo ohm,
+    nano, micro, milli, centi, deci, hecto, kilo, mega, giga
 """
 UNITS = {name: parts or names.split()[0]  # the unit's parts, or its first name
          for names, _, parts in (text.partition("=") for text in SYNONYMS.split(","))
@@ -86,7 +98,7 @@ def undouble(text: str) -> str:
 
 def write_unit(match: re.Match) -> str:
     r"""Write a formula of texts as one text: "N"\cdot "m" is "N m", and \frac{60 "km"}{"h"} is 60 "km/h"."""
-    number, *factors = [x or "" for x in match.groups()]
+    number, *factors = match.groups("")
     return number + '"' + re.sub(r'\\cdot|["{}]', " ", "/".join(factors)) + '"'
 
 
@@ -97,24 +109,22 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     # characters that are not shown
     ("[\u0000-\u0008\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]", "", "1\u200b2", "12"),
     (r"\s+", " ", "1 \n 2", "1 2"),  # white space
-    (r"^[\s=]+|\\? ?$", "", "= 5", "5"),  # an equals sign at the start
     # the upright font of plain TeX
     (r"\{\s*\\rm\s" + BODY + r"\}|\\rm" + BRACED, r"{\\mathrm{\1\2}}", r"5{\rm cm}", r"5{\mathrm{cm}}"),
-    # boxes, sizes and fonts without an argument
+    # an equals sign at the start, boxes, sizes and fonts without an argument, colours, tags, alignments
     (macro("boxed|fbox|displaystyle|textstyle|limits|bf|rm|small|large|Large|LARGE|huge|Huge|checkmark|"
-           "therefore|underline"), "", r"\displaystyle 5", " 5"),
-    (r"\\(?:text)?color\{[^{}]*\}|\\tag\{[^{}]*\}|(?<=matrix)\*(?=\})|(?<=matrix\*\})\[[lcr]\]", "",
-     r"5\tag{1}", "5"),  # colours, tags and alignments
+           "therefore|underline") + r"|^[\s=]+|\\? ?$|\\(?:text)?color\{[^{}]*\}|\\tag\{[^{}]*\}|"
+     r"(?<=matrix)\*(?=\})|(?<=matrix\*\})\[[lcr]\]", "", r"=\displaystyle 5\tag{1}", " 5"),
     # Money and delimiters of formulas:
     # a currency's sign
     (r"^\\?([\$£€¥₹])\s*([\d.,]+)$", lambda m: f'{m[2]} "{CURRENCIES[m[1]]}"', r"\$5", '5 "dollars"'),
-    # delimiters of a formula
-    (r"(?<!\\)\\[()\[\]]|\\?\$|" + macro("pounds|euro") + "|[£€₹¥]", "", "$x$", "x"),
+    # delimiters of a formula, bold markdown
+    (macro("pounds|euro") + r"|^[\s$]*\*\*|\*\*(?=[\s$]*$)|(?<!\\)\\[()\[\]]|\\?\$|[£€₹¥]", "",
+     "**$x$**", "x"),
     # Sizes and fonts; texts in quotes:
-    (r"\*\*(?=\s*$)|^\s*\*\*", "", "**5**", "5"),  # bold markdown
     (r"\*\*", "^", "x**2", "x^2"),  # a power as in Python
     (r"\\[tdc](frac|binom)", r"\\\1", r"\dfrac12", r"\frac12"),  # sizes of fractions
-    (macro("left|right|[bB]igg?[lr]?") + r"\.?", "", r"\left(1\right)", "(1)"),  # sizes of brackets
+    (macro("left|right|middle|[bB]igg?[lr]?") + r"\.?", "", r"\left(1\right)", "(1)"),  # sizes of brackets
     (r"\\(text|math)(rm|bf|it|sf)?(?:\s*(\d+)|\s+([a-zA-Z](?![a-zA-Z])))", r"\\\1\2{\3\4}",
      r"\text7", r"\text{7}"),  # a font's argument without braces
     (r"\\ang" + BRACED, r"\1^\\circ", r"\ang{5}", r"5^\circ"),  # degrees by siunitx
@@ -128,18 +138,18 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     # an upright fraction
     (r"\\(mathrm|text)\s*\{\s*\\frac" + BRACED + BRACED + r"\s*\}",
      r"\\frac{\\\1{\2}}{\\\1{\3}}", r"\mathrm{\frac{m}{s}}", r"\frac{\mathrm{m}}{\mathrm{s}}"),
-    # texts
-    (r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mbox|hbox|emph)" + BRACED, r'"\1"', r"\text{east}", '"east"'),
-    (r"\\mathrm\s*\{((?![eid]\})(?:[^{}\\]|\{[^{}]*\}|\\(?:cdot|times|mu|Omega|[,:;! ]))*)\}", r'"\1"',
-     r"5 \mathrm{cm}", '5 "cm"'),  # upright words
+    # texts, upright words
+    (r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mbox|hbox|emph)" + BRACED +
+     r"|\\mathrm\s*\{((?![eid]\})(?:[^{}\\]|\{[^{}]*\}|\\(?:cdot|times|mu|Omega|[,:;! ]))*)\}",
+     r'"\1\2"', r"5 \mathrm{cm} \text{east}", '5 "cm" "east"'),
     (r"\\(?:mathrm|mathbf|mathit|mathsf|boldsymbol|bm|operatorname|mathcal)\s*\{([^{}]*)\}", r"\1",
      r"\mathbf{v}", "v"),  # fonts
     (r"\\begin\{cases\}(.*)\\end\{cases\}", lambda m: m[1].replace("\\\\", ","),
      r"\begin{cases}x=1\\y=2\end{cases}", "x=1,y=2"),  # cases
-    (r"\s*(?:,|\(|\\q?quad)\s*[a-zA-Z]\s*\\in\s*\\mathbb\s*\{?[ZN]\}?\)?\s*$", "",
-     r"2k\pi, k \in \mathbb{Z}", r"2k\pi"),  # integers that an index runs over
-    (r'(?<=\S)\s*,?\s*"\s*(?:for (?:all|every|each|any|some)\b|for\s*"|where\b|only\b)[^;]*$',
-     "", r'f(x)=1 "for all" x > 0', "f(x)=1"),  # a condition in words
+    # integers that an index runs over, a condition in words
+    (r"\s*(?:,|\(|\\q?quad)\s*[a-zA-Z]\s*\\in\s*\\mathbb\s*\{?[ZN]\}?\)?\s*$|"
+     r'(?<=\S)\s*,?\s*"\s*(?:for (?:all|every|each|any|some)\b|for\s*"|where\b|only\b)[^;]*$',
+     "", r"2k\pi, k \in \mathbb{Z}", r"2k\pi"),
     (r"\\mathbb\s*\{?R\}?|" + macro("R") + r"|(?i:\ball real numbers\b)",
      r"(-\\infty,\\infty)", r"\mathbb{R}", r"(-\infty,\infty)"),  # the reals
     # Letters with marks, rows of matrices:
@@ -148,37 +158,37 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     (r"\\(vec|hat|bar)\s+([a-zA-Z])", r"\\\1{\2}", r"\vec v", r"\vec{v}"),  # marks on letters
     (r"\\([pb]?matrix)" + BRACED, r"\\begin{\1}\2\\end{\1}",
      r"\pmatrix{1&2}", r"\begin{pmatrix}1&2\end{pmatrix}"),  # a matrix by plain TeX
-    (r"\\\\\[-?[\d.]+[a-z]+\]", r"\\\\", r"1\\[4pt]2", r"1\\2"),  # space between rows
-    (macro("cr"), r"\\\\", r"1\cr 2", r"1\\ 2"),  # the end of a row
+    # space between rows, the end of a row
+    (r"\\\\\[-?[\d.]+[a-z]+\]|" + macro("cr"), r"\\\\", r"1\\[4pt]2\cr 3", r"1\\2\\ 3"),
     # Spaces, thousands, bases:
-    (r"\{,\}", ",", "1{,}234", "1,234"),  # a comma in braces
-    (r"\{:\}", ":", "2{:}3", "2:3"),  # a colon in braces
+    (r"\{([,:])\}", r"\1", "1{,}234", "1,234"),  # a comma or a colon in braces
     (rf'(?:\{{\}})?(\{{)?(?:{ABOUT_SIGN}|"(?:[^"\d]*(?:\bis|:))?\s*{ABOUT_WORD}\s*"|{ABOUT_WORD})' +
      r'(?(1)\})(?:\s|\\[,:;! ]|~)*(?=[-+]?\s*"?\s*\{?(?:[\d.]|\\(?:frac|sqrt)\s*\{?\d|\\pi))', r"\\approx ",
      r"x\sim 5", r"x\approx 5"),  # about
-    (r'^[-+]?\d{1,3}(,\d{3})+(?=[ .\d]*["a-zA-Z\\/])|(?<=\\approx )[-+]?\d{1,3}(,\d{3})+(?![,\d])',
-     lambda m: m[0].replace(",", ""), "1,234 km", "1234 km"),  # thousands before a unit or behind about
-    (r"(?<!\\)\\!\s*", "", r"1,\!234", "1,234"),  # a space backwards
+    # a space backwards, thousands of a number in a base, an empty text
+    (r"(?<!\\)\\!\s*|(?<=[0-9a-z}]),(?=\d{3}_)|" + '""', "", r'1,101_2,1,\!234""', "1101_2,1,234"),
     (r"(?<=\d)\s*\\q?quad\s*(?=\d)", " ; ", r"1\quad 2", "1 ; 2"),  # wide space between numbers
-    (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-z])|\\hspace\{[^{}]*\}|\\phantom\s*(?:\{[^{}]*\}|.)", " ",
-     r"1\,m", "1 m"),  # space
-    (r" +", " ", "1   2", "1 2"),  # much space
-    ('""', "", '5""', "5"),  # an empty text
-    (r"(?<!\\)\{\s*(\d{1,3}(?:,\d{3})+)\s*\}",
-     lambda m: "{" + m[1].replace(",", "") + "}", "{1,234}", "{1234}"),  # thousands in braces
-    # thousands with spaces
-    (r"(?<![\d._^\\a-zA-Z])\d{1,3}(?: \d{3})+(?![\d ])", lambda m: m[0].replace(" ", ""), "1 234", "1234"),
-    (r"(?<=[0-9a-z}]),(?=\d{3}_)", "", "1,101_2", "1101_2"),  # thousands of a number in a base
+    (r"(?:(?<!\\)\\[,;: ]|~|\\q?quad(?![a-z])|\\hspace\{[^{}]*\}|\\phantom\s*(?:\{[^{}]*\}|.)| )+", " ",
+     r"1\, m", "1 m"),  # space
+    # thousands before a unit, behind about, in braces, with spaces
+    (r'^[-+]?\d{1,3}(,\d{3})+(?=[ .\d]*["a-zA-Z\\/])|(?<=\\approx )[-+]?\d{1,3}(,\d{3})+(?![,\d])|'
+     r"(?<!\\\{)(?<=\{)\d{1,3}(,\d{3})+(?=\})|(?<![\d._^\\a-zA-Z])\d{1,3}(?: \d{3})+(?![\d ])",
+     lambda m: re.sub("[, ]", "", m[0]), "1,234 km", "1234 km"),
     (r"\((\w+)\)_", r"\1_", "(43)_5", "43_5"),  # brackets around a number in a base
     (r'\s*"?\s*\(?\bbase\s*"?\s*(\w+)\)?"?', r"_{\1}", "43 base 5", "43_{5}"),  # a base in words
     # a base's name
     (r'_\{"?(' + "|".join(NUMERALS) + r')"?\}', lambda m: f"_{{{NUMERALS[m[1]]}}}", "43_{five}", "43_{5}"),
+    (r"(\d+)⁄(\d+)", r"\\frac{\1}{\2}", "3⁄8", r"\frac{3}{8}"),  # a fraction of one character
     # Units that are signs:
+    # units in Chinese, Japanese and Korean, but for words that change a value
+    (r'(?<=[\d)}]) ?"? ?(?![^"]*(?:分之|[十百万萬億亿兆半不非无負负]|千(?![米克瓦])))'
+     r'[\u3040-\u9fff\uac00-\ud7af]+ ?"?(?=$|[,;])', "", '42"个"', "42"),
     # degrees of temperature
     (rf'(?:{CIRCLE}|\s*"?\s*\bdegrees?)\s*"?\s*([CF])"?\s*\.?$', r'"\1"', r"30^\circ C", '30"C"'),
     (CIRCLE + r"\s*\.?$", '"degrees"', r"60^\circ", '60"degrees"'),  # degrees
-    (CIRCLE + "|" + macro("degree|deg"), "", r"60^\circ, 30", "60, 30"),  # degrees within a formula
-    (r"\\?%|(?i:\b(?:percent|per cent|pct|percentage points?)\b)", "", r"25\%", "25"),  # percent
+    # degrees within a formula, percent
+    (CIRCLE + "|" + macro("degree|deg") + r"|\\?%|(?i:\b(?:percent|per cent|pct|percentage points?)\b)", "",
+     r"60^\circ, 30\%", "60, 30"),
     (r'"?\\mu\s*"?(\w+)"', r'"u\1"', r'5\mu "m"', '5"um"'),  # micro
     (r'"(\w?)\\Omega\s*"|\\Omega\s*(?=$|(?:\\cdot|/) ?")', r'"\1ohm"', r"5\Omega", '5"ohm"'),  # ohm
     (r'^([\s{"]*\d+)\s*(?:\^\s*)?(?:\{\s*' + ORDINAL + r"\s*\}|" + ORDINAL + r')(?=[\s.}]*(?:$|"| [a-z]{4}))',
@@ -191,13 +201,33 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     (">=|=>", "≥", "x >= 1", "x ≥ 1"),
     (r"!=|\\not\s*(?:=|\\approx|\\sim|\\cong)", "≠", "x != 1", "x ≠ 1"),
     # the empty set
-    (macro("varnothing|emptyset") + r"|\\\{\s*\\\}", r"\\emptyset ", r"\{\}", r"\emptyset "),
-    ("[⟨〈]", "(", "⟨1", "(1"),
-    ("[⟩〉]", ")", "1⟩", "1)"),
-    (r"(?<=\d) ?x ?(?=10\s*\^)", r"\\cdot ", "3 x 10^8", r"3\cdot 10^8"),  # x as a sign before a power of ten
-    (r"\*", r"\\cdot ", "2*3", r"2\cdot 3"),
-    (r"^\\\{\s*[a-z]\s*(?:\\mid(?![a-z])|\||:)\s*(.*)\\\}$", r"\1", r"\{x : x>3\}", "x>3"),  # a set by a rule
-    (r"\s*\\pmod\s*\{?(\w+)\}?\s*$", r'"modulo \1"', r"3 \pmod{5}", '3"modulo 5"'),  # a modulus
+    (macro("varnothing|emptyset") + r"|\\\{\s*\\\}|" +
+     r'^"?(?i:(?:there (?:is|are) )?no (?:real )?solutions?|(?:the )?empty set)\.?"?$',
+     r"\\emptyset ", r"\{\}", r"\emptyset "),
+    # that set in a set
+    (r"\\\{\s*\\emptyset\s*\\\}", '"set of nothing"', r"\{\emptyset\}", '"set of nothing"'),
+    (r"\\\}\s*\\cup\s*\\\{", ",", r"\{1\}\cup\{2\}", r"\{1,2\}"),  # a union of lists
+    # open ends of intervals by ISO
+    (r"^\](?=[^\[\]]*[,;][^\[\]]*[\[\]]$)", "(", "]1, 2]", "(1, 2]"),
+    (r"^([\[(][^\[\]()]*[,;][^\[\]()]*)\[$", r"\1)", "[1, 2[", "[1, 2)"),
+    # x before a power of ten
+    (r"(?<=\d) ?x ?(?=10\s*\^)|\*", r"\\cdot ", "2*3 x 10^8", r"2\cdot 3\cdot 10^8"),
+    (r"\\not\s*\\in(?![a-z])", r"\\notin ", r"x \not\in A", r"x \notin  A"),  # no member
+    # a difference of sets
+    (r"(?<=\)) ?- ?(?=\\\{)", r"\\setminus ", r"(0,1)-\{2\}", r"(0,1)\setminus \{2\}"),
+    # a set by a rule
+    (r"^\\\{\s*\\?[a-zA-Z]+\s*(?:\\in\s*\(-\\infty,\\infty\)\s*)?(?:\\mid(?![a-z])|\||:)\s*(.*)\\\}$", r"\1",
+     r"\{x : x>3\}", "x>3"),
+    # all values but one
+    (r"^(?:[a-z] ?\\in ?\(-\\infty,\\infty\) ?, ?)?[a-zA-Z] ?≠ ?(-?(?:\d|\\frac|\\sqrt|\\pi)[^=<>≤≥≠,;∧∨]*)$",
+     r"(-\\infty,\1)∪(\1,\\infty)", "x≠2", r"(-\infty,2)∪(2,\infty)"),
+    # a modulus in words, behind a congruence, and behind a value
+    (r'"?\s*(?<![a-zA-Z\\])mod\b\s*"?|' + macro("mod"), r"\\bmod ", "17 mod 5", r"17\bmod 5"),
+    (r"\\pmod(?=\s*\{?\w+\}?\s*=)", r"\\bmod", r"17 \pmod 5 = 2", r"17 \bmod 5 = 2"),
+    (r"^(?!.*\\not)[^=,;∧∨]*\\equiv(?![a-z])([^=]*?)\s*\(?\s*\\[pb]mod\s*\{?(\w+)\}?\s*\)?\s*$",
+     r'\1"modulo \2"', r"x\equiv 3 \pmod 5", ' 3"modulo 5"'),
+    (r'\s*(?:\\pmod\s*\{?(\w+)\}?|"?\s*\(\s*\\bmod\s*\{?(\w+)\}?\s*\)"?|"?\s*\bmodulo\s*"?\s*(\w+))\s*$',
+     r'"modulo \1\2\3"', r"3 \pmod{5}", '3"modulo 5"'),
     # a binomial by TeX
     (r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}", r"{3\choose 2}", r"\binom{3}{ 2}"),
     # Spellings of programs and in words:
@@ -207,9 +237,9 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     (r"(?i:\binfinity\b|\binf\b)|\boo\b", r"\\infty ", "oo", r"\infty "),  # infinity
     (r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|arcsin|arccos|arctan|ln|log|exp)(?![a-zA-Z])", r"\\\1",
      "sin x", r"\sin x"),  # functions without a backslash
-    (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", r"\sqrt(2)", r"\sqrt{2}"),  # a root in brackets
-    (r"\\sqrt(\[[^\]]*\])?\s*(\d+|\\frac(?:\s*(?:\{[^{}]*\}|\d)){2}|\\[a-z]+|[a-zA-Z])", r"\\sqrt\1{\2}",
-     r"\sqrt2", r"\sqrt{2}"),  # a root without braces
+    # a root in brackets or without braces
+    (r"\\sqrt(\[[^\]]*\])?\s*(?:\(([^()]*)\)|(\d+|\\frac(?:\s*(?:\{[^{}]*\}|\d)){2}|\\[a-z]+|[a-zA-Z]))",
+     r"\\sqrt\1{\2\3}", r"\sqrt2+\sqrt(3)", r"\sqrt{2}+\sqrt{3}"),
     # a fraction without braces
     (r"(\\frac|\\binom)" + ARGUMENT + ARGUMENT, with_braces, r"\frac12", r"\frac{1}{2}"),
     # a fraction inside another
@@ -227,14 +257,21 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     (r'(\d)\s*"?\s*to\s*"?\s*(\d)', r"\1:\2", "2 to 3", "2:3"),  # a ratio in words
     (r'(?i:(\d)(\s*"?\s*)([ap])\.?\s?m\b\.?)', lambda m: f"{m[1]}{m[2]}{m[3].lower()}m",
      "4:30 P.M.", "4:30 pm"),  # half of the day
+    # a sign in words
+    (r'"?\s*\b(?i:minus|^negative)\s*"?\s*(?=[\d.]|\\(?:frac|sqrt|pi))', "-", "minus 5", "-5"),
     # Words around the answer:
     (r'^\s*"[^"]*(?:\bis|:)\s*"|(?i:^(?:the )?(?:final )?answer(?: is|:)\s*)|'
+     r'(?i:^"?(?:either|both|only|the set)\b\s*"?\s*(?=[-\d{\\(]))|^[a-z] is (?=[-\d{\\(])|'
      r'^\s*"?\s*(?:US|USD|Rs\.?)\s*"?\s*(?=\d)', "", "Answer: 5", "5"),  # words before the answer
     (r'^\s*("?)\s*(?:[Tt]he|[Aa]n|a|[Oo]ption|[Cc]hoice)\s+(?!and\b|or\b)'
      r'(?=[a-zA-Z]{3}|\(?[a-zA-Z]\)?"?$)', r"\1", "the east", "east"),  # articles
     (r'(?<=\d) ?"([^"\d]*\w) and ?"', r' "\1"∧', '7 " goats and "4', '7 " goats"∧4'),  # and within a text
     (r'"?\s?,?\s?\band\b\s?"?|' + macro("land|wedge"), "∧", "1 and 2", "1∧2"),  # and
     (r'"?\s?,?\s?\bor\b\s?"?|' + macro("lor|vee"), "∨", "1 or 2", "1∨2"),  # or
+    # several choices, the set of a value
+    (r'(?<=\b[A-Z])[,∧ "]+(?=[A-Z]\b[A-Z,∧ "]*(?:\\\})? *$)|'
+     r"(?:^|(?<=∨)) ?(?:\\?[a-zA-Z]+(?:_\w+|_\{\w+\})?|\((?:x, ?y(?:, ?z)?|a, ?b(?:, ?c)?|m, ?n|p, ?q)\))"
+     r"(?: ?\\in(?![a-z]) ?| in (?=\\?[{(\[]))(?![^∨]*\\in(?![a-z]))", "", "A, B∧D", "ABD"),
     # Formulas of units:
     (r'(?:(?<=[\w)}\]]) ?(?:\\cdot ?)?\\frac\{1?|(?:(?<=[\w)}\]]) ?\\cdot ?)?\\frac\{([^{}"]*?) ?(' +
      UNIT_PRODUCT + r"))\}\{(?:1(?![\d.]) ?)?(" + UNIT_PRODUCT + r")\}", write_unit,
@@ -248,8 +285,10 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
 
 def normalise(answer: str) -> str:
     """Rewrite an answer in its normal spelling, without changing its value."""
-    answer = unicodedata.normalize("NFKC", undouble(answer).translate(CHARACTERS))
-    answer = answer.translate(CHARACTERS).strip()
+    answer = undouble(answer).translate(CHARACTERS)
+    for signs, new in SHIFTED.items():
+        answer = re.sub(signs, new, answer)
+    answer = unicodedata.normalize("NFKC", answer).translate(CHARACTERS)
     if TRIGONOMETRIC.search(answer):
         answer = DEGREES.sub(r"(\\frac{\1\\pi}{180})", answer)
     for pattern, new, *_ in RULES:
@@ -261,7 +300,13 @@ def normalise(answer: str) -> str:
 
 UNIT = re.compile(r'\s?(?:"(?P<text>[^"]*)"|(?<=[\d)}\] ])(?P<word>[a-zA-Z]+(?:[ /.]+[a-zA-Z]+)*\.?))\s?'
                   rf"(?P<power>{POWER})?\.?$")
-NO_UNIT = re.compile(r"[\d\\;∧∨]|\b(?:not|wrong|incorrect|except|[ap]m|pi|factorial|mod)\b")
+# Words behind a number that are no unit, because they change its value or deny it.
+NO_UNIT = re.compile(r"""(?x)[\d\\;∧∨]|^(?:squared|cubed)\b|
+    \b(?:no|not|wrong|incorrect|except|[ap]m|pi|mod|zero|factorial|
+    inverse|reciprocal|root|power|raised|to[ ]the|doubled|tripled|quadrupled|halved|negated|
+    negative|minus|plus|than|times[ ](?!a\b|per\b|each|every|in\b)\w+|over|choose|point[ ]\w+|
+    at[ ](?:least|most)|out[ ]of|\w+illion|dozens|halves|thirds|tens|hundreds|thousands|
+    (?:fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths)\b|[\u3040-\u9fff]""")
 
 
 def without_unit(x: str) -> tuple[str, str]:
@@ -273,7 +318,7 @@ def without_unit(x: str) -> tuple[str, str]:
     match = UNIT.search(x)
     if not match:
         return x, ""
-    value, quoted = x[:match.start()].rstrip(), match["text"] is not None
+    value, quoted = x[:match.start()], match["text"] is not None
     written = (match["text"] or match["word"] or "") + (match["power"] or "")
     unit = re.sub(POWER, "", written).strip(" .")
     if unit.startswith("modulo "):
@@ -281,13 +326,11 @@ def without_unit(x: str) -> tuple[str, str]:
     names = re.sub(r"\b(?:squared?|cubic|cubed|per|sq)\b\.? ?", "", unit)
     known_unit = {*re.split(r"[ /.]+", names)} <= {"", *UNITS}
     separate = quoted or x[match.start("word") - 1] == " " or (known_unit and len(unit) > 1)
-    if quoted:
-        named = len(unit) > 1 and re.search(r"\d", value)
-    else:
-        named = all(len(name) >= 4 for name in unit.split())
-    counted = re.search(r"[\d)}]|\\pi(?![a-z])", value) or (known_unit and quoted and unit and value)
+    short = not unit[1:] or not re.search(r"\d", value) if quoted else re.search(r"\b\w{1,3}\b", unit)
+    counted = re.search(r"[\d}]|(?<!^\([A-Z])(?<!^[A-Z])\)|\\pi(?![a-z])", value) or (
+        known_unit and quoted and value)
     open_end = value.endswith(tuple("=+-<>≤≥,;:∧∨(_^")) or (value.endswith('"') and not known_unit)
-    if not (separate and counted and (known_unit or named)) or open_end or NO_UNIT.search(unit):
+    if not (separate and counted and (known_unit or not short)) or open_end or NO_UNIT.search(unit):
         return x, ""
     return re.sub(r"\s*(?:\\cdot)?[\\\s]*$", "", value), written.strip(" .")
 

@@ -4,9 +4,8 @@ Dimension key:  N problems,  n or K answers to each.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable
-from statistics import fmean
+from statistics import fmean, multimode
 
 import numpy as np
 
@@ -68,8 +67,7 @@ def reduce_spelling(answer: str | None) -> str | None:
 
 def majority(votes: list[str | None]) -> float:
     """Return 1 if the most frequent answer is right, else 0; on a tie the share of the tied that is right."""
-    counts = Counter(filter(None, votes))
-    winners = [answer for answer, count in counts.items() if count == max(counts.values())]
+    winners = multimode(filter(None, votes))
     return (RIGHT in winners) / len(winners) if winners else 0.0
 
 

@@ -1,6 +1,5 @@
 """Grade the responses of a result again (eval.py --rescore), and by math-verify alone (--also)."""
 
-from copy import deepcopy
 from pathlib import Path
 from statistics import fmean
 
@@ -12,9 +11,17 @@ from verify.grade import grade
 
 
 def rescore_file(path: Path, sizes: list[int] | None, out: Path | None) -> dict:
-    """Grade the responses of a file again, and write the result to `out` if that is given."""
+    """Grade the responses of a file again by the present verifier, and write the result to `out` if that is
+    given. Rewards stay as they are."""
     require_place(out)
-    result = rescore(summarise_file(path, sizes), sizes)
+    result = summarise_file(path, sizes)
+    for old in result["results"].values():
+        answered = graded(old)
+        verdicts = grade([(problem["gold"], response["text"]) for problem, response in answered])
+        for (_, response), verdict in zip(answered, verdicts, strict=True):
+            response |= verdict
+    result["head"]["verifier"] = verifier_version()
+    result = summarise_result(result, sizes)
     if out:
         write_json(out, result)
     return result
@@ -24,17 +31,6 @@ def graded(result: dict) -> list[tuple[dict, dict]]:
     """List problem and response, of a set whose responses are graded."""
     answered = [(problem, response) for problem in result["problems"] for response in problem["responses"]]
     return answered if "verdict" in answered[0][1] else []
-
-
-def rescore(result: dict, sizes: list[int] | None = None) -> dict:
-    """Grade the responses of a result again by the present verifier. Rewards stay as they are."""
-    result = deepcopy(result)
-    for old in result["results"].values():
-        verdicts = grade([(problem["gold"], response["text"]) for problem, response in graded(old)])
-        for (_, response), verdict in zip(graded(old), verdicts, strict=True):
-            response |= verdict
-    result["head"]["verifier"] = verifier_version()
-    return summarise_result(result, sizes)
 
 
 def math_verify_lines(results: Results) -> list[str]:

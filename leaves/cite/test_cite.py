@@ -46,10 +46,12 @@ def test_two_results_are_compared_problem_by_problem(tmp_path):
 
 
 def test_what_a_verifier_judges_anew_is_judged_by_rescore(tmp_path):
-    result = json.loads(Path(written(tmp_path / "few.json", "wrong", "wrong", "wrong")).read_text())
+    path = Path(written(tmp_path / "few.json", "wrong", "wrong", "wrong"))
+    result = json.loads(path.read_text())
     for problem in result["results"]["few"]["problems"]:
         problem["responses"][0] |= {"text": rf"\boxed{{{problem['gold']}}}"}
-    again = rescore.rescore(result)
+    path.write_text(json.dumps(result))
+    again = rescore.rescore_file(path, None, None)
     assert again["results"]["few"]["accuracy"] == 1 and again["head"]["sets"] == result["head"]["sets"]
 
 
@@ -95,8 +97,6 @@ def test_answers_without_a_reward_are_no_part_of_its_mean():
     (["--rescore", "toy/model/config.json"], "toy/model/config.json is not a result of eval.py --out"),
     (["--compare", "README.md", "README.md"], "README.md: not valid JSON"),
 ])
-def test_bad_input_is_one_line_and_status_2(words, message, monkeypatch, run, capsys):
+def test_bad_input_is_one_line_and_status_2(words, message, monkeypatch, refused):
     monkeypatch.chdir(ROOT)
-    assert run(*words) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {message}") and said.count("\n") == 1
+    assert refused(evaluation, *words).startswith(f"error: {message}")

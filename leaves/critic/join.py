@@ -40,14 +40,13 @@ from settings.kinds import Optim
 class ValueModel(nn.Module):
     """The value V(s_t) in units of the reward: a copy of the policy's backbone with a scalar head.
 
-    The head starts at 0, so every value is at first the middle of the rewards' range [low, high] (inferred:
-    VAPO, arXiv:2504.05118, starts from a reward model).
+    The head starts at 0, so every value is at first the middle of the rewards' range (inferred: VAPO,
+    arXiv:2504.05118, starts from a reward model).
     """
 
-    def __init__(self, backbone: Decoder, low: float, high: float):
+    def __init__(self, backbone: Decoder, middle: float):
         super().__init__()
-        self.middle = (low + high) / 2
-        self.backbone = backbone
+        self.middle, self.backbone = middle, backbone
         self.value = nn.Linear(backbone.shape.hidden_size, 1)
 
     def forward(self, ids_T: Tensor, position_T: Tensor, attend: Attend, predict_C: Tensor) -> Tensor:
@@ -79,11 +78,11 @@ def parts(cfg: Any, run: Any) -> Any:
     if cfg.advantage.kind != "gae":
         return run
     learner, source = run.learner, run.task.source
-    low, high = reward_range(cfg.reward.weights)
+    middle = sum(reward_range(cfg.reward.weights)) / 2
     wide = torch.promote_types(learner.dtype, torch.float32)
     with torch.device("meta"):
         backbone = Decoder(replace(read_shape(source), tied=True))  # tied: without a language head of its own
-        model = ValueModel(backbone, low, high).to(wide)
+        model = ValueModel(backbone, middle).to(wide)
     dist.shard(model.value, (), learner.device, wide, cfg.optim.offload)  # not rounded as the backbone is
     run.weights.adapt(backbone, learner.dtype)
     shard_empty(model, backbone, cfg.model, cfg.optim.offload, learner.device, learner.dtype)
@@ -146,11 +145,11 @@ def fit_values(critic: CriticLearner, learner: Learner, rolled: Rolled, step: in
         minibatches = split_minibatches(critic, learner, rolled, step)
         packed = [learner.rows(minibatch) for minibatch in minibatches]
     with clock.phase("score"):
-        batches = []
-        for minibatch, rows in zip(minibatches, packed, strict=True):
-            rewards = [rewards_of(minibatch, row) for row in rows]
-            targets = [critic_target(critic, learner, *pair) for pair in zip(rows, rewards, strict=True)]
-            batches.append([*zip(rows, rewards, targets, strict=True)])
+        batches = [[] for _ in minibatches]
+        for batch, minibatch, rows in zip(batches, minibatches, packed, strict=True):
+            for row in rows:
+                reward_S = rewards_of(minibatch, row)
+                batch.append((row, reward_S, critic_target(critic, learner, row, reward_S)))
     with clock.phase("critic"):
         for epoch in range(critic.settings.epochs):
             for batch in batches:
@@ -228,9 +227,8 @@ def value_metrics(sums: dict[str, Tensor | float], norms: list[float]) -> Metric
         return metrics
     reward, error, square = (total[name] / tokens for name in ("reward", "error", "reward_squared"))
     variance = square - reward ** 2
-    metrics["critic/loss"] = total["loss"] / len(norms)
-    metrics["critic/grad_norm"] = sum(norms) / len(norms)
-    metrics["critic/value"] = reward - error
+    metrics |= {"critic/loss": total["loss"] / len(norms), "critic/grad_norm": sum(norms) / len(norms),
+                "critic/value": reward - error}
     if variance > 1e-12 * square:  # equal rewards vary by rounding alone
         unexplained = total["error_squared"] / tokens - error ** 2
         metrics["critic/explained_variance"] = 1 - unexplained / variance

@@ -38,7 +38,7 @@ ONLY_WITH = {
     "advantage.kind=gae": ["critic.lr", "critic.warmup_steps", "critic.epochs", "critic.minibatches",
                            "critic.pretrain_steps"],
 }
-REQUIRES = {"advantage.kind=gae": [("prune.tokens.kind", "none", "a critic's advantages need all tokens")]}
+REQUIRES = {"advantage.kind=gae": ["prune.tokens.kind=none: a critic's advantages need all tokens"]}
 
 
 def rules(cfg: Any) -> Iterator[Rule]:

@@ -1,21 +1,26 @@
 """The critic: what it starts from, what it learns from and how well it does."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import conftest
 import pytest
 import torch
 from conftest import as_rolled, attend_alone, gradients, load, make_groups, nudge, parts_of, toy_config
-from test_objectives import critic_of
+from test_invariance import Gradient, assert_same, change, in_other_ways, objective, rolled
+from test_objectives import critic_of, learner_on
+from test_unbiased import Padded, padded
 
+import config
 import train
-from infra import dist, runfolder
+from infra import dist
 from learner import Learner
 from leaves.critic import join as critic
 from leaves.windows.join import Piece
 from metrics import Clock
 from records import PromptDraw, Rolled, Row
 
+__all__ = ["rolled"]
 LENGTHS, PROMPTS = [[3, 9, 5, 2], [4, 1, 7, 8]], [5, 3]
 REWARD_NG = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.5, 0.0]], dtype=torch.float64)
 
@@ -122,8 +127,7 @@ def test_it_learns_from_all_that_is_done_whatever_the_policy_is_trained_on(tiny,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [
-    pytest.param(["critic.minibatches=3", "critic.epochs=2"], marks=pytest.mark.slow), ["advantage.lam_critic=0.9"]])
+@pytest.mark.parametrize("settings", [["critic.minibatches=3", "critic.epochs=2"], ["advantage.lam_critic=0.9"]])
 def test_it_comes_to_explain_the_rewards(settings, tiny, tmp_path):
     """But for what the first tokens get: their state is the prompt, the same for right and wrong."""
     learner, rolled = set_up(tiny, tmp_path / "run", "critic.lr=3e-3", *settings), rolled_out()
@@ -209,8 +213,47 @@ def test_pretraining_leaves_the_policy(tmp_path):
     cfg = toy_config(tmp_path / "run", "steps=3", "critic.pretrain_steps=1", "optim.warmup_steps=2",
                      "critic.warmup_steps=3", "data.eval=null", "rollout.max_new_tokens=24", name="vapo_toy.yaml")
     train.train(cfg)
-    lines = [line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "rollout/tokens" in line]
+    lines = conftest.steps_of(tmp_path / "run")
     rates = [line.get("train/lr") for line in lines]
     assert rates == [None, cfg.optim.lr / 2, cfg.optim.lr]
     assert [line["critic/lr"] for line in lines] == pytest.approx([cfg.critic.lr * k / 3 for k in (1, 2, 3)])
     assert "train/loss" not in lines[0] and "critic/loss" in lines[0]
+
+
+def test_a_critic_learns_from_those_with_a_reward_alone(tiny, tmp_path):
+    step = Padded(tiny, tmp_path / "run", "advantage={kind: gae}", "critic.lr=1e-4")
+    rolled = as_rolled(step.groups, padded(REWARD_NG), padded(REWARD_NG))
+    parts = critic.split_minibatches(critic_of(step.learner), step.learner, rolled, 0)
+    times_NG = sum(part.keep_NG.int() for part in parts)
+    assert torch.equal(times_NG == 1, ~padded(REWARD_NG).isnan())
+
+
+def critics_gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> tuple[float, Gradient]:
+    """Of the critic's loss on what is done."""
+    learner, total = learner_on(Path(cfg.model.path), cfg), 0.0
+    of_critic = critic_of(learner)
+    nudge(of_critic.model, 0.1)
+    minibatch, = critic.split_minibatches(of_critic, learner, as_rolled(groups, adv_NG), step=0)
+    for row in learner.rows(minibatch):
+        target_C = critic.critic_target(of_critic, learner, row, critic.rewards_of(minibatch, row))
+        loss, _ = critic.add_value_gradient(of_critic, learner, row, target_C)
+        total += loss.item()
+    return dist.sum_over_ranks({"loss": total})["loss"], gradients(of_critic.model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["advantage.lam_critic=1", "advantage.lam_critic=0.9", "model.lora.rank=2"])
+def test_the_critics_gradient_does_not_depend_on_the_cut_or_the_order(how, rolled, tiny, tmp_path):
+    cfg = objective("vapo", tmp_path / "run", f"model.path={tiny}", "critic.minibatches=1", how)
+    alone = critics_gradient(cfg, *rolled)
+    for other in in_other_ways(critics_gradient, cfg, *rolled):
+        assert_same(alone, other, rtol=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["none", "all"])
+def test_compiled_passes_have_the_same_gradient_of_the_critic(how, rolled, tiny, tmp_path):
+    cfg = objective("vapo", tmp_path / "run", f"model.path={tiny}", "critic.minibatches=1", "pack.capacity=176",
+                    f"model.checkpoint_blocks={how}")
+    fused = change(cfg, "model.compile=true")
+    assert_same(critics_gradient(cfg, *rolled), critics_gradient(fused, *rolled), rtol=1e-10)

@@ -32,19 +32,6 @@ def test_gae_is_the_backward_recursion(lam):
     torch.testing.assert_close(gae(VALUE_C, END_S, SEGMENT_C, lam_S), by_recursion(lam_S, END_S))
 
 
-def test_egae_of_what_is_cut():
-    """V(s_l) := V(s_{l-1}): the last token has advantage 0, at lambda 1 the others V(s_{l-1}) - V(s_t). With the true
-    V(s_l) all of them differ by (V(s_l) - V(s_{l-1})) lam^(l-1-t)."""
-    last_S = torch.tensor(LENGTHS).cumsum(0) - 1
-    cut_S, lam_S = VALUE_C[last_S], torch.full_like(END_S, 0.9)
-    assert not gae(VALUE_C, cut_S, SEGMENT_C, lam_S)[last_S].any()
-    torch.testing.assert_close(gae(VALUE_C, cut_S, SEGMENT_C, torch.ones_like(END_S)), cut_S[SEGMENT_C] - VALUE_C)
-    left_C = last_S[SEGMENT_C] - torch.arange(len(VALUE_C))
-    expected = (END_S - cut_S)[SEGMENT_C] * 0.9 ** left_C.double()
-    both = [gae(VALUE_C, end_S, SEGMENT_C, lam_S) for end_S in (END_S, cut_S)]
-    torch.testing.assert_close(both[0] - both[1], expected)
-
-
 def test_lambda_by_length():
     """VAPO's 0.05: 200 tokens 0.9, up to 20 nothing. A reward reaches the first of any tokens with e^(-1 / alpha)."""
     lengths = torch.tensor([1, 20, 40, 200, 4000], dtype=torch.float64)

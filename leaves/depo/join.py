@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
 
 from history import PromptHistory
 from infra import dist
-from infra.weights import EMBEDDING, weight_files
+from infra.weights import EMBEDDING, read_shape, read_weights
 from records import Prompt, PromptDraw, Rolled
 
 HIDDEN = 64        # H
@@ -46,12 +45,8 @@ def parts(cfg: Any, run: Any) -> Any:
 
 def mean_embeddings(source: Path, prompts: list[Prompt]) -> Tensor:
     """Average the initial input embeddings over each prompt, standardised over the prompts, [K, D]."""
-    for path in weight_files(source):
-        with safe_open(path, "pt") as file:
-            if EMBEDDING in file.keys():  # noqa: SIM118, it is no dict
-                embedding_VD = file.get_tensor(EMBEDDING)
-    features = [embedding_VD[list(prompt.ids)].float().mean(dim=0) for prompt in prompts]
-    feature_KD = torch.stack(features)
+    embedding_VD = read_weights(source, read_shape(source).tied, whole=False)[EMBEDDING][:]
+    feature_KD = torch.stack([embedding_VD[list(prompt.ids)].float().mean(dim=0) for prompt in prompts])
     std_D = feature_KD.std(dim=0, correction=0)
     return (feature_KD - feature_KD.mean(dim=0)) / torch.where(std_D > 0, std_D, 1.0)
 
@@ -78,10 +73,9 @@ def make_head(features: int, seed: int) -> nn.Sequential:
     """Make the estimator, in float64, from features to the logits of score and confidence."""
     head = nn.Sequential(nn.Linear(features, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, 2)).double()
     generator = torch.Generator().manual_seed(dist.seed_for(seed, "depo"))
-    with torch.no_grad():
-        for layer, deviation in ((head[0], features ** -0.5), (head[2], INITIAL_STD)):
-            layer.weight.normal_(0.0, deviation, generator=generator)
-            layer.bias.zero_()
+    for layer, deviation in ((head[0], features ** -0.5), (head[2], INITIAL_STD)):
+        nn.init.normal_(layer.weight, std=deviation, generator=generator)
+        nn.init.zeros_(layer.bias)
     return head
 
 
@@ -96,10 +90,12 @@ class FilteredHistory(PromptHistory):
         self.steps = 0    # done
         self.outside = 0  # prompts in a row that were outside the band
         self.newest: dict[int, float] = {}  # estimate: history; share of right answers in the newest group
+        self.trained = {}
         if self.pruning.estimate == "head":
             self.feature_KD = mean_embeddings(source, self.prompts)
             self.head = make_head(self.feature_KD.shape[1], self.seed)
             self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=self.pruning.lr)
+            self.trained = {"head": self.head, "optimizer": self.optimizer}
 
     def draw(self, count: int) -> list[PromptDraw]:
         """Draw until `count` prompts are kept.
@@ -124,11 +120,8 @@ class FilteredHistory(PromptHistory):
         # All ranks take rank 0's estimates: machines round differently, and all must keep the same prompts.
         estimate_K = dist.on_first(self.estimates, numbers)
         outside_K = (estimate_K < self.pruning.low) | (estimate_K > self.pruning.high)  # nan counts as inside
-        if outside_K.all():
-            self.outside += len(numbers)
-        else:
-            last_inside = int((~outside_K).nonzero()[-1])
-            self.outside = len(numbers) - 1 - last_inside
+        for outside in outside_K.tolist():
+            self.outside = self.outside + 1 if outside else 0
         return everyone.masked_fill(outside_K, self.pruning.explore)
 
     @torch.no_grad()
@@ -164,16 +157,12 @@ class FilteredHistory(PromptHistory):
             self.optimizer.zero_grad()
 
     def state(self) -> dict:
-        state = super().state() | {"steps": self.steps, "newest": dict(self.newest)}
-        if self.pruning.estimate == "head":
-            state["head"] = deepcopy(self.head.state_dict())
-            state["optimizer"] = deepcopy(self.optimizer.state_dict())
-        return state
+        own = {name: part.state_dict() for name, part in self.trained.items()}
+        return super().state() | deepcopy({"steps": self.steps, "newest": self.newest} | own)
 
     def restore(self, state: dict) -> None:
         super().restore(state)
         self.steps = state["steps"]
         self.newest = state["newest"]
-        if self.pruning.estimate == "head":
-            self.head.load_state_dict(state["head"])
-            self.optimizer.load_state_dict(state["optimizer"])
+        for name, part in self.trained.items():
+            part.load_state_dict(state[name])

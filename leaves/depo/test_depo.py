@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from conftest import TOY, as_rolled, make_groups
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import config
@@ -47,12 +47,16 @@ def step(history, share: dict[str, float]) -> Rolled:
     return done
 
 
-def test_features_are_mean_embeddings_standardised_over_the_prompts():
+def test_features_are_mean_embeddings_standardised_over_the_prompts(tmp_path):
     prompts = prompts_of(6)
-    embedding_VD = load_file(TOY / "model.safetensors")["model.embed_tokens.weight"]
+    tensors = load_file(TOY / "model.safetensors")
+    embedding_VD = tensors.pop("model.embed_tokens.weight")
     mean_KD = torch.stack([torch.stack([embedding_VD[i] for i in p.ids]).mean(0) for p in prompts])
     expected = (mean_KD - mean_KD.mean(0)) / mean_KD.std(0, correction=0)
     torch.testing.assert_close(depo.mean_embeddings(TOY, prompts), expected, rtol=1e-4, atol=1e-4)
+    (tmp_path / "config.json").write_text((TOY / "config.json").read_text())
+    save_file(tensors | {"lm_head.weight": embedding_VD}, tmp_path / "model.safetensors")  # tied, under its other name
+    assert torch.equal(depo.mean_embeddings(tmp_path, prompts), depo.mean_embeddings(TOY, prompts))
     one = depo.mean_embeddings(TOY, prompts[:1])
     assert not one.any() and one.isfinite().all()
 

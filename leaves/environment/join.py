@@ -31,6 +31,9 @@ def tokenizer(cfg: Any, plain: Tokenizer) -> Tokenizer:
     if file := open_environment(cfg.environment):
         plain.describe_tools(file.tools)
         plain.file = file.fitted(plain)
+        if file.tools and plain.file.format == "plain" and not cfg.data.system_prompt:
+            dist.say("environment.format=plain: the chat template has no place for tools, so no prompt "
+                     "describes them; data.system_prompt can")
         plain.own_files |= {"environment.file": file.source.text} | dict(file.source.helpers)
     return plain
 
@@ -82,10 +85,6 @@ class Dialogue(Sample):
     trained = fresh = own
 
     @property
-    def end(self) -> int:
-        return int(self.scored[-1]) + 1
-
-    @property
     def scored(self) -> np.ndarray:
         own = np.ones(len(self.ids), dtype=bool)
         for start, to in self.replies:
@@ -126,11 +125,11 @@ def join(so_far: Dialogue | None, piece: Dialogue) -> Dialogue:
 
 
 def environment_metrics(rolled: Rolled, batch: Batch) -> Metrics:
-    """Compute means over completions that have ended; nothing if the environment was not called."""
+    """Compute means over completions that have ended; nothing if none has."""
     samples = [s for group in rolled.groups for s in group.samples if not s.pending]
-    if not any(s.calls or s.failures or s.cut for s in samples):
-        return {}
     count = len(samples)
+    if not samples:
+        return {}
     return {
         "environment/turns": 1 + sum(len(s.replies) for s in samples) / count,
         "environment/calls": sum(s.calls for s in samples) / count,
@@ -195,14 +194,14 @@ class EnvironmentEngine:
         return self.file.settings.max_context - len(request.prompt.ids) - length
 
     def ask(self, request: Request, piece: Dialogue) -> Call | None:
-        """Ask for the reply to a turn; None if it has not ended, or has ended the completion."""
-        if not (piece.finished and self.splicer.ends_turn(piece.ids[-1])):
+        """Ask for the reply to a turn; None if it has not ended, or has ended the completion.
+
+        A call of a tool is answered behind any token that ends a sequence.
+        """
+        if not piece.finished or not (self.file.tools or self.splicer.ends_turn(piece.ids[-1])):
             return None
-        whole = join(request.so_far, piece)
-        start, _ = whole.turns[-1]
-        text = self.tokenizer.read(whole.ids)
-        newest = self.tokenizer.read(whole.ids[start:])
-        return self.file.ask(text, newest, request.prompt.row)
+        prompt, turns = request.prompt, self.tokenizer.read(join(request.so_far, piece))
+        return self.file.ask(self.tokenizer.decode(prompt.ids), turns, prompt.row)
 
     def answered(self, request: Request, piece: Dialogue, call: Call | None) -> Dialogue:
         """Append the reply to a turn if it fits, and count its calls."""

@@ -10,7 +10,7 @@ from settings.rules import Rule
 @frozen
 class Environment:
     """Replies within completions: tools, a game, a simulated user."""
-    file: str | None = None        # a Python file with reply(text, row) or tools(); null: no replies
+    file: str | None = None        # a Python file with reply(text, row), tools or a class; null: no replies
     turns: Count = 8               # of the policy in a completion at most
     max_context: Count | None = None  # tokens of a prompt and its completion, with replies
     # how tools are called. qwen: <tool_call>; llama: a turn of JSON; plain: the same, the result as text;

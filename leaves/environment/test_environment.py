@@ -3,11 +3,13 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import TOY, toy_config, weights
 from test_invariance import on_ranks, step_metrics, trained_unchecked
+from transformers.utils import get_json_schema
 
 import config
 import data
@@ -16,15 +18,17 @@ import replay
 import train
 from infra import runfolder
 from infra.user_files import read_file
+from leaves.environment.calls import WANTED
 from leaves.environment.file import EnvironmentFile, open_environment
 from leaves.environment.join import EnvironmentEngine, join
+from leaves.environment.join import tokenizer as hold_environment
 from leaves.environment.replies import Splicer
 from leaves.environment.settings import Environment
-from leaves.environment.worker import Reply, Turn, reply_to
+from leaves.environment.worker import Reply, Turn, list_tools, reply_to
 from records import Problem, Prompt, Request, Sample
-from rollout import tokens_before
 from settings.loader import ConfigError
 
+REPLY = "def reply(text, row):\n    return "
 SUMS = """import re
 
 def reply(text, row):
@@ -40,7 +44,7 @@ def functions_of(source: str) -> dict:
 
 
 TOKENIZER = data.Tokenizer(TOY, stop=["="])
-CLOSING = TOKENIZER.closing_token()
+CLOSING, END = TOKENIZER.closing_token(), TOKENIZER.rust.token_to_id("<|endoftext|>")
 
 
 def encode(text: str) -> list[int]:
@@ -69,60 +73,50 @@ class Scripted:
 
 
 class Inline:
-    """An environment's file, called in this process."""
+    """An environment's file, or reply() alone, called in this process."""
 
-    tools = ()
+    format = "plain"
 
-    def __init__(self, reply, **settings):
+    def __init__(self, file, **settings):
         self.settings = Environment("inline.py", **{"turns": 8, "max_context": 200} | settings)
-        self.reply, self.seen = reply, []
+        self.scope = functions_of(file) if isinstance(file, str) else {"reply": file}
+        self.tools = "reply" not in self.scope
 
-    def ask(self, text, newest, row):
-        self.seen.append((text, newest))
-        return reply_to({"reply": self.reply}, Turn(text, newest, row, "plain", 10_000))
+    def ask(self, prompt, turns, row):
+        return reply_to(self.scope, Turn(prompt, turns, row, "plain", 10_000))
 
     def wait(self, call, row_id):
         return call
 
 
-def converse(scripts: dict[str, list], reply, requests: list[Request], **settings) -> tuple[list[Sample], Scripted]:
+def converse(scripts: dict, file, requests: list, tokenizer=TOKENIZER, **settings) -> tuple[list[Sample], Scripted]:
     engine = Scripted({name: [encode(turn) if isinstance(turn, str) else turn for turn in script]
                        for name, script in scripts.items()})
-    whole = EnvironmentEngine(engine, TOKENIZER, Inline(reply, **settings), lock_step=False)
+    whole = EnvironmentEngine(engine, tokenizer, Inline(file, **settings), lock_step=False)
     return whole.generate(requests, 1.0), engine
 
 
-def one(script: list, reply, limit: int = 100, so_far: Sample | None = None, row: dict | None = None, **settings):
-    request = Request(Prompt("q", (5, 6, 7), "1", row or {}), 11, limit, so_far)
-    (sample,), engine = converse({"q": script}, reply, [request], **settings)
+def one(script: list, file, limit: int = 100, row: dict | None = None, **settings):
+    request = Request(Prompt("q", (5, 6, 7), "1", row or {}), 11, limit)
+    (sample,), engine = converse({"q": script}, file, [request], **settings)
     return sample, engine
 
 
 def test_replies_follow_turns_as_context_and_own_tokens_are_as_sampled():
     script = ["2 + 3 =", ". 8 + 1 =", [*encode(".\n#### 12"), CLOSING]]
-    sample, engine = one(script, functions_of(SUMS)["reply"])
+    sample, engine = one(script, SUMS)
     assert TOKENIZER.decode(sample.ids) == "2 + 3 = 8. 8 + 1 = 12.\n#### 12"
     parts = [encode("2 + 3 ="), encode(" 8"), encode(". 8 + 1 ="), encode(" 12"), script[2]]
     assert sample.ids.tolist() == sum(parts, [])
     assert [sample.ids[a:b].tolist() for a, b in sample.turns] == parts
     assert [sum(sample.logp[a:b]) for a, b in sample.replies] == [0, 0]
     assert (sample.calls, sample.failures, sample.finished, sample.cut) == (2, 0, True, False)
-    assert sample.own == sum(map(len, parts[::2]))
     # Each turn reads all that is before it, and has a seed of its own.
     asked = [request for requests in engine.asked for request in requests]
-    assert [list(tokens_before(request)) for request in asked] == [
+    assert [list(request.tokens_before) for request in asked] == [
         [5, 6, 7, *sum(parts[:2 * k], [])] for k in range(3)]
     assert len({request.seed for request in asked}) == 3 and asked[0].seed == 11
     assert [request.limit for request in asked] == [100 - sum(map(len, parts[:2 * k:2])) for k in range(3)]
-
-
-def test_the_environment_sees_the_row_of_its_own_prompt_though_prompts_are_equal():
-    prompts = [Prompt(name, (5, 6), "1", {"secret": name}) for name in "ab"]
-    samples, engine = converse(
-        {name: ["? =", [CLOSING]] for name in "ab"}, lambda text, row: f" {row['secret']}" if text == "? =" else None,
-        [Request(prompt, 1, 50) for prompt in prompts])
-    assert [TOKENIZER.decode(sample.ids) for sample in samples] == ["? = a", "? = b"]
-    assert [len(requests) for requests in engine.asked] == [2, 2]
 
 
 @pytest.mark.parametrize(("settings", "limit", "length", "cut"), [
@@ -135,8 +129,7 @@ def test_limits_cut_a_completion(settings, limit, length, cut):
                     **settings)
     assert sample.cut == cut and sample.finished == (not cut and length is None)
     assert length is None or sample.own == length
-    most = settings.get("max_context", 200)
-    assert 3 + sample.length <= most and len(sample.replies) < settings.get("turns", 8)
+    assert 3 + sample.length <= settings.get("max_context", 200) and len(sample.replies) < settings.get("turns", 8)
     filled, engine = one(["1 + 1 + 1 + 1 + 1 + 1"], lambda text, row: " 2", max_context=8)
     assert (filled.length, filled.cut, filled.finished, len(engine.asked)) == (5, True, False, 1)
 
@@ -144,11 +137,10 @@ def test_limits_cut_a_completion(settings, limit, length, cut):
 def test_windows_give_the_completion_that_one_call_gives():
     """But for seeds: the same turns, cut anywhere, have the same replies at the same places."""
     script = [encode("20 + 30 ="), encode(". 53 + 1 ="), [*encode(".\n#### 57"), CLOSING]]
-    reply = functions_of(SUMS)["reply"]
-    whole, _ = one(list(script), reply)
+    whole, _ = one(list(script), SUMS)
     for size in range(1, 7):
         engine = Scripted({"q": list(script)})
-        through = EnvironmentEngine(engine, TOKENIZER, Inline(reply), lock_step=False)
+        through = EnvironmentEngine(engine, TOKENIZER, Inline(SUMS), lock_step=False)
         so_far = None
         while so_far is None or not so_far.finished:
             piece, = through.generate([Request(Prompt("q", (5, 6, 7), "1"), 1, size, so_far)], 1.0)
@@ -156,13 +148,30 @@ def test_windows_give_the_completion_that_one_call_gives():
         assert so_far == whole
 
 
-@pytest.mark.parametrize(("last", "asked"), [(CLOSING, True), (TOKENIZER.rust.token_to_id("<|endoftext|>"), False)])
+@pytest.mark.parametrize(("last", "asked"), [(CLOSING, 1), (END, 0)])
 def test_a_turn_ends_with_a_stop_or_the_token_that_closes_an_answer(last, asked):
-    tokenizer = data.Tokenizer(TOY)
-    tokenizer.eos_ids = frozenset({CLOSING, TOKENIZER.rust.token_to_id("<|endoftext|>")})
-    assert Splicer(tokenizer).ends_turn(last) == asked and Splicer(tokenizer).ends_turn(9)
-    special = data.Tokenizer(TOY, stop=["<|endoftext|>"])
-    assert Splicer(special).ends_turn(TOKENIZER.rust.token_to_id("<|endoftext|>"))
+    tokenizer = data.Tokenizer(TOY)  # a tool is called behind any token that ends a sequence
+    tokenizer.eos_ids = tokenizer.ends = frozenset({CLOSING, END})
+    assert Splicer(tokenizer).ends_turn(9) and Splicer(data.Tokenizer(TOY, stop=["<|endoftext|>"])).ends_turn(END)
+    for file, count in ((lambda text, row: None if "noon" in text else "noon", asked), (ADD, 1)):
+        script = {"q": [[*encode('{"name": "clock"}'), last], [CLOSING]]}
+        (sample,), _ = converse(script, file, [Request(Prompt("q", (5,), "1"), 1, 99)], tokenizer)
+        assert len(sample.replies) == count and sample.finished
+
+
+def with_template(folder: Path, template: str) -> data.Tokenizer:
+    (folder / "own.jinja").write_text(template)
+    return data.Tokenizer(TOY, config.Data("x", None, chat_template=str(folder / "own.jinja")))
+
+
+def test_a_call_within_a_thought_that_the_prompt_opens_is_not_run(tmp_path):
+    tokenizer = with_template(tmp_path, TOKENIZER.source.replace("assistant\n", "assistant\n<think>\n"))
+    said = ['So {"name": "clock"}', 'So </think>{"name": "clock"}', '{"name": "clock"}</think> Noon.']
+    script = {"q": [[*encode(text), CLOSING] for text in said]}
+    (sample,), _ = converse(script, ADD, [Request(Prompt("q", (5,), "1"), 1, 99)], tokenizer, max_context=900)
+    replies = [tokenizer.decode(sample.ids[start:to]) for start, to in sample.replies]
+    assert ["error: ValueError: no call within a thought" in text for text in replies] == [True, False]
+    assert "noon" in replies[1] and (sample.calls, sample.failures) == (2, 1)
 
 
 def test_a_text_behind_a_closed_answer_is_a_message_of_the_user():
@@ -170,13 +179,12 @@ def test_a_text_behind_a_closed_answer_is_a_message_of_the_user():
     sample, _ = one(turns, lambda text, row: None if "6" in text else "higher")
     shown = TOKENIZER.decode(sample.ids, special=True)
     assert shown == "#### 5<|im_end|>\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n#### 6<|im_end|>"
-    messages, _ = one(turns, lambda text, row: None if "6" in text else [{"role": "user", "content": "higher"}])
-    assert messages == sample
+    message = {"role": "user", "content": "higher"}
+    assert one(turns, lambda text, row: None if "6" in text else [message])[0] == sample
     answer = [{"role": "tool", "content": "2"}]  # messages behind a stop close the answer
     sample, _ = one(["1 + 1 =", [CLOSING]], lambda text, row: None if "2" in text else answer)
     assert TOKENIZER.decode(sample.ids, special=True) == (
         "1 + 1 =<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n<|im_end|>")
-    assert sample.own == len(encode("1 + 1 =")) + 1
 
 
 def test_ranks_that_share_an_engine_sample_equally_many_turns(monkeypatch):
@@ -190,14 +198,22 @@ def test_ranks_that_share_an_engine_sample_equally_many_turns(monkeypatch):
 
 ADD = '''
 def add(a: int, b: int = 1) -> int:
-    """Add two numbers."""
+    """Add two numbers.
+
+    Args:
+        a: The first one,
+            of any size
+        b (int): The second one
+    """
     return a + b
 
 def fail(text: str):
     raise ValueError("no " + text)
 
-def tools():
-    return [add, fail]
+async def clock():
+    return {"noon"}  # no JSON: its text
+
+tools = [add, fail, clock]
 '''
 
 
@@ -207,132 +223,187 @@ def opened(tmp_path: Path, source: str, **settings) -> EnvironmentFile:
     return open_environment(Environment(str(tmp_path / "mine.py"), **given))
 
 
-def ask(file: EnvironmentFile, newest: str, row: dict | None = None) -> Reply:
-    return file.wait(file.ask(newest, newest, row or {}), "q")
+def ask(file: EnvironmentFile, turn: str, row_id: str = "q") -> Reply:
+    return file.wait(file.ask("", [turn], {}), row_id)
 
 
-@pytest.mark.parametrize(("form", "turn", "calls"), [
-    ("qwen", 'So <tool_call>\n{"name": "add"}\n</tool_call> <tool_call>x</tool_call>', 2),
-    ("qwen", '{"name": "add"}', 0), ("plain", 'I add {"name": "add", "arguments": {"a": 1}}', 1),
-    ("llama", '<|python_tag|>{ "name" : "add", "parameters": {}}', 1),
-    ("llama", '{"answer": 5}', 0), ("plain", "#### 5", 0)])
-def test_calls_are_found_as_each_format_writes_them(form, turn, calls):
-    assert reply_to(functions_of(ADD), Turn(turn, turn, {}, form, 100)).calls == calls
-
-
-@pytest.mark.parametrize(("call", "content", "failures"), [
-    ('{"name": "add", "arguments": {"a": 2, "b": 3}}', "5", 0), ('{"name": "add", "parameters": {"a": 2}}', "3", 0),
-    ('{"name": "add", "arguments": "{\\"a\\": 4}"}', "5", 0), ('{"name": "add", "arguments": {"a": "2"}}', "3", 0),
-    ('{"name": "add", "arguments": {"a": "x"}}', "error: a: Input should be a valid integer", 1),
-    ('{"name": "add", "arguments": {}}', "error: a: Missing required argument", 1),
-    ('{"name": "add", "arguments": {"a": 1, "c": 2}}', "error: c: Unexpected keyword argument", 1),
-    ('{"name": "mul", "arguments": {}}', "error: there is no tool 'mul'; there are add, fail", 1),
-    ('{"name": "fail", "arguments": {"text": "way"}}', "error: ValueError: no way", 1),
-    ('{"name": "add", "arguments": ', "error: JSONDecodeError", 1),
-    ('{"name": "add", "arguments": 5}', "error: TypeError", 1)])
-def test_errors_of_calls_are_handed_back_as_text(call, content, failures, tmp_path):
-    file = replace(opened(tmp_path, ADD), format="qwen")
-    reply = ask(file, f"<tool_call>{call}</tool_call>")
-    message, = reply.content
-    assert message["role"] == "tool" and message["content"].startswith(content)
-    assert (reply.calls, reply.failures) == (1, failures)
-    plain = ask(replace(file, format="plain"), f"Then {call}")
-    assert plain.content.startswith(f"\n{content}") and plain.content.endswith("\n")
-
-
-def test_a_template_with_a_place_for_tools_gets_them_and_names_the_format(tmp_path):
-    """Tools are described by their types and docstrings."""
-    file, tokenizer = opened(tmp_path, ADD), data.Tokenizer(TOY)
-    assert {tool["type"] for tool in file.tools} == {"function"}
-    add, fail = (tool["function"] for tool in file.tools)
-    assert (add["name"], add["description"]) == ("add", "Add two numbers.")
-    given = add["parameters"]
-    assert given["properties"]["a"]["type"] == "integer" and given["required"] == ["a"]
-    assert fail["parameters"]["properties"]["text"]["type"] == "string"
-    assert file.fitted(tokenizer).format == "plain"
-    with pytest.raises(ConfigError, match="environment.format=qwen: the chat template of .* has no place for tools"):
-        replace(file, settings=replace(file.settings, format="qwen")).fitted(tokenizer)
-    template = tmp_path / "own.jinja"
-    template.write_text("{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<tool_call>{% endif %}"
-                        + TOKENIZER.source)
-    own = data.Tokenizer(TOY, config.Data("x", None, chat_template=str(template)))
-    own.describe_tools(file.tools)
-    assert file.fitted(own).format == "qwen"
-    first, *_ = own.render("2 + 3?", None).splitlines()
-    assert json.loads(first) == file.tools[0]
-
-
-HOSTILE = {
-    "os._exit": ("import os; os._exit(0)", r"before the run, a call (took|ended|asked)"),
-    "memory": ("return 'x' * 10**13", r"before the run, a call (took|ended|asked)"),
-    "number": ("return 5", r"reply\(\) returns 5; it must be a text, a list of messages, or None"),
-    "empty": ("return ''", r"reply\(\) returns ''; it must be a text"),
-    "message": ("return [{'role': 'user'}]", r"returns the message \{'role': 'user'\}; each must have a role"),
-    "raises": ("return row['nothing']", "it raises KeyError in line 2: 'nothing'; the row has question"),
-    "prints": ("print('x' * 10**8); return None", None),
-    "surrogate": ("return '\\ud800'", "it raises UnicodeEncodeError"),
-    "message's": ("return [{'role': 'user', 'content': '\\ud800'}]", "it raises UnicodeEncodeError"),
+CALL = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
+TAGGED = f"<tool_call>\n{CALL}\n</tool_call>"
+OTHER = CALL.replace("arguments", "parameters")
+AS_TEXT = CALL.replace('{"a"', r'"{\"a\"').replace("2}", '2}"').replace('"b"', r'\"b\"')
+# What becomes of each notation: its results, or errors that show how to write a call; "" ends the completion.
+FORMS = {
+    "3": [
+        TAGGED, f"I add. {TAGGED} I wait.", '<tool_call>{"arguments": {"a": 1, "b": 2}, "name": "add"}</tool_call>',
+        OTHER, f"<|python_tag|>{OTHER}", f"So:\n{CALL}", f"```json\n{CALL}\n```", f"```\n{TAGGED}\n```", AS_TEXT,
+        f"<tool_call>```json\n{CALL}\n```</tool_call>", f"<tool_call>\n{CALL}", f"<tool_call>{CALL}</tool_c",
+        f"{CALL}\n</tool_call>", f"[TOOL_CALLS] [{CALL}]", f"<|tool_call|>[{CALL}]<|/tool_call|>",
+        f"<tools>{CALL}</tools>", f"<TOOLCALL>[{CALL}]</TOOLCALL>", f"<|tool_call_start|>[{CALL}]<|tool_call_end|>",
+        f'{{"id": "c1", "type": "function", "function": {AS_TEXT}}}', f'{{"type": "function", {OTHER[1:]}',
+        CALL.replace("add", "functions.add"), CALL.replace("1", '"1"'), CALL.replace('"a"', '"a": 7, "a"'),
+        f"<think>{TAGGED}</think>{TAGGED}", f"{TAGGED}</think>{TAGGED}", f"I write {CALL}: {TAGGED}",
+        f"<|action_start|><|plugin|>\n{OTHER}<|action_end|>", f'{{"index": 0, "function": {CALL}}}'],
+    "3 3": [2 * TAGGED, 2 * CALL, f"{CALL}; {CALL}", f"[{CALL}, {CALL}]", f"<tool_call>[{CALL}, {CALL}]</tool_call>",
+            f"<tool_call>\n{CALL}\n{CALL}\n</tool_call>", f"<tool_call>{CALL}<tool_call>{CALL}"],
+    "\"{'noon'}\"": ['{"name": "clock"}', *(f'<tool_call>{{"name": "clock"{given}}}</tool_call>' for given in (
+        "", *(f', "arguments": {given}' for given in ('""', "null", "{}", '"{}"', '"null"')), ', "parameters": {}'))],
+    "error: 3": [f"<tool_call>add(1, 2)</tool_call>{TAGGED}", f'<tool_call>["junk", {CALL}]</tool_call>'],
+    "error:": [
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>", f"{CALL} I wait.",
+        "<function=add>\n<parameter=a>1</parameter>\n</function>\n</tool_call>", '<function=add>{"a": 1}</function>',
+        "<|python_tag|>add.call(a=1)", "[add(a=1, b=2), clock()]", '[TOOL_CALLS]add[ARGS]{"a": 1}', CALL[:-1],
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{}\n```<｜tool▁call▁end｜>',
+        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", "<tool_call>clock</tool_call>",
+        '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}', "```tool_code\nadd(a=1)\n```",
+        '<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{}<|tool_call_end|>',
+        '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n</invoke>\n</minimax:tool_call>',
+        '<|START_ACTION|>[{"tool_name": "add", "parameters": {"a": 1}}]<|END_ACTION|>', CALL.replace('"', "'"),
+        "<|tool_call>call:add{a:1}<tool_call|>", f'{{"tool_calls": [{CALL}]}}', f"{CALL[:-2]},}}}}", f"<think>{TAGGED}",
+        f"<tool_call>{CALL}}}</tool_call>", "<tool_call></tool_call>", "<tool_call>5</tool_call>", "I add <tool_call>",
+        f"<tool_call>{CALL} I wait.", f"<think>{CALL}</think>\n", f"One writes `{CALL}`.", "add(1)</tool_call>",
+        "<|python_start|>[add(a=1)]<|python_end|>", "Sure.\n[add(a=1)]", '>>>add\n{"a": 1}', CALL.replace("name", "tool"),
+        '<|recipient|>add\n<|content|>{"a": 1}', '<|tools_prefix|>[{"add": {"a": 1}}]', OTHER.replace("name", "tool_name"),
+        '<tool_call>{"name": "add", "a": 1}</tool_call>', *(f'{{"name": "add", "arguments": {x}}}' for x in ("[1]", 5)),
+        f'{CALL[:-1]}, "parameters": {{}}}}', '<tool_call>{"name": "add", "arguments": ' + 10**5 * '{"a":'],
+    "": ["#### 5", '{"answer": 5}', '{"tool": "saw", "arguments": {}}', '{"name": "Ada", "age": 36}', '{"type": "line", "parameters": {"slope": 2}}',
+         f"<think>{TAGGED}</think>#### 5", f"[THINK]{CALL}[/THINK]5", "<think>so", "#include <functional>", "[1, 2]",
+         "<tool_response>5</tool_response>"],
 }
 
 
-@pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_files_end_in_one_line_or_do_no_harm(case, tmp_path, capfd):
-    """What their processes may do is that of a reward's (leaves/own_rewards)."""
-    body, message = HOSTILE[case]
-    seconds = 60 if message is None else 1  # to print or return so much takes a slow machine seconds
-    file = opened(tmp_path, f"def reply(text, row):\n    {body}\n", seconds=seconds)
-    problems = [Problem("q", "q?", "1", row={"question": "q?"})]
-    if message is None:
-        file.try_rows(problems)
-        reply = ask(file, "x")
-        assert reply.content is None or len(reply.content) <= 200 * 100
-    else:
-        with pytest.raises(ConfigError, match=f"^environment.file={tmp_path}/mine.py: [^\n]*{message}"):
-            file.try_rows(problems)
-    out, err = capfd.readouterr()
-    assert "Traceback" not in out + err and "xxx" not in out + err and len(err.splitlines()) <= 1
+@pytest.mark.parametrize(("turn", "results"), [(turn, results) for results, turns in FORMS.items() for turn in turns],
+                         ids=lambda text: text[:30])
+def test_a_call_in_any_notation_is_run_or_is_an_error_that_shows_how_to_write_one(turn, results):
+    for form in WANTED:
+        reply = reply_to(functions_of(ADD), Turn("", (turn,), {}, form, 10_000))
+        content = reply.content or ""
+        said = [m["content"] for m in content] if isinstance(content, list) else content.splitlines()[1::2]
+        assert [text.split()[0] for text in said] == results.split(), said
+        assert (reply.calls, reply.failures) == (len(said), results.count("error"))
+        assert all(WANTED[form] in text for text in said if "error" in text), said
+
+
+@pytest.mark.parametrize(("name", "arguments", "content"), [
+    ("add", '{"a": 2, "b": 3}', "5"), ("add", '{"a": "x"}', "error: a: Input should be a valid integer"),
+    ("add", "{}", "error: a: Missing required argument"), ("add", '{"a": NaN}', "error: a: Input should be a finite"),
+    ("add", '{"a": 1, "c": 2}', "error: c: Unexpected keyword"), ("fail", '{"text": "x"}', "error: ValueError: no x"),
+    ("Add", '{"a": 1}', "error: there is no tool 'Add'; there are add, fail, clock"),
+    ("fail", r'{"text": "\ud800"}', "error: ValueError: no ?"),  # no tokenizer takes half of a surrogate pair
+    *(("fail", f'{{"text": "}}{{ {tag}\n"}}', f"error: ValueError: no }}{{ {tag}") for tag in (
+        "</tool_call>", "<tool_call>", "</think>", "<think>", "[TOOL_CALLS]", "<invoke name=x>", "```tool")),
+    ("fail", f'{{"text": "{10**6 * "x"}"}}', "error: ValueError: no xxx")])
+def test_errors_of_tools_are_handed_back_as_text(name, arguments, content, tmp_path):
+    file = replace(opened(tmp_path, ADD), format="qwen")
+    reply = ask(file, f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>')
+    message, = reply.content
+    assert message["role"] == "tool" and message["content"].startswith(content) and len(message["content"]) < 300
+    assert (reply.calls, reply.failures) == (1, content.startswith("error"))
+
+
+def test_a_template_with_a_place_for_tools_gets_them_and_names_the_format(tmp_path, capsys):
+    """Tools are described as transformers describes them, but for what they return."""
+    file, tokenizer = opened(tmp_path, ADD), data.Tokenizer(TOY)
+    expected = get_json_schema(functions_of(ADD.replace("b (int)", "b"))["add"])
+    del expected["function"]["return"]
+    assert file.tools[0] == expected
+    assert file.tools[1]["function"]["parameters"]["properties"] == {"text": {"type": "string"}}
+    cfg = SimpleNamespace(environment=file.settings, data=config.Data("x", None))
+    assert hold_environment(cfg, tokenizer).file.format == "plain"
+    assert "environment.format=plain: the chat template has no place for tools" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="environment.format=qwen: the chat template of .* has no place for tools"):
+        replace(file, settings=replace(file.settings, format="qwen")).fitted(tokenizer)
+    own = with_template(tmp_path, "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<tool_call>"
+                        "{% endif %}" + TOKENIZER.source)
+    own.describe_tools(file.tools)
+    assert file.fitted(own).format == "qwen"
+    assert json.loads(own.render("2 + 3?", None).splitlines()[0]) == file.tools[0]
+
+
+GAME = """
+class Game:
+    def reset(self, number: int, start: str | None = None, **row) -> str | None:
+        self.number, self.left = number, 2
+        return start
+
+    @classmethod
+    def rules(cls):
+        return "Guess."
+
+    def guess(self, number: int) -> str:
+        self.left -= 1
+        if self.left < 0:
+            raise ValueError("the game is over")
+        return f"{'higher' if number < self.number else 'yes'}, {self.left} left"
+
+environment_factory = Game
+"""
+
+
+def test_an_environment_as_trl_has_it_is_made_anew_and_its_earlier_calls_are_repeated():
+    script = [[*encode(f'I say {{"name": "guess", "arguments": {{"number": {said}}}'), CLOSING]
+              for said in ("3}", "5} or so", "7}", "7}")]
+    assert [*list_tools(functions_of(GAME))] == ["guess", "rules"]
+    row = {"start": TOKENIZER.decode([5, 6, 7]), "question": "?"}
+    requests = [Request(Prompt(str(number), (5, 6, 7), "", row | {"number": number}), 1, 900) for number in (7, 8)]
+    samples, _ = converse({name: [*script, [CLOSING]] for name in "78"}, GAME, requests, max_context=2000)
+    for sample, third in zip(samples, ["yes, 0 left", "higher, 0 left"], strict=True):
+        replies = [TOKENIZER.decode(sample.ids[start:to]) for start, to in sample.replies]
+        results = ["higher, 1 left", "error: JSONDecodeError", third, "error: ValueError: the game is over"]
+        assert [result in reply for reply, result in zip(replies, results, strict=True)] == [True] * 4, replies
+        assert (sample.calls, sample.failures, sample.finished) == (4, 2, True)
 
 
 @pytest.mark.parametrize(("source", "message"), [
-    ("", r"it must have one of the functions reply\(text, row\) and tools\(\)"),
-    (SUMS + ADD, r"it must have one of the functions"),
-    ("def tools():\n    return []", r"tools\(\) returns \[\]; it must be a list of functions"),
-    ("def tools():\n    return [5]", r"tools\(\) returns \[5\]; it must be a list of functions"),
-    ("def reply(text:", "it raises SyntaxError"), ("import nowhere_at_all", "it raises ModuleNotFoundError in line 1"),
-    ("while True: pass", "before the run, a call took more than 1 s of computing")])
-def test_a_file_that_is_none_is_one_line(source, message, tmp_path):
+    (f"import os\n{REPLY}os._exit(0)", "before the run, a call ended"), (f"{REPLY}'x' * 10**13", "a call asked for"),
+    (f"{REPLY}5", r"reply\(\) returns 5; it must be a text, a list"), (f"{REPLY}''", r"reply\(\) returns ''; it must"),
+    (f"{REPLY}[{{'role': 'user'}}]", r"returns the message \{'role': 'user'\}; each must have a role"),
+    (f"{REPLY}row['nothing']", "it raises KeyError in line 2: 'nothing'; the row has question, number, start"),
+    (f"{REPLY}'\\ud800'", "it raises UnicodeEncodeError"),
+    (f"{REPLY}[{{'role': 'user', 'content': '\\ud800'}}]", "it raises UnicodeEncodeError"),
+    ("", r"it must have one of reply\(text, row\), tools = \[add\] and environment = MyClass; it has none"),
+    (GAME.partition("environment")[0], "and environment = MyClass; it has Game"),
+    (SUMS + ADD, "it must have one of reply"), (GAME + ADD, "it must have one of reply"),
+    ("def tools():\n    return []", r"tools is \[\]; it must be"), ("tools = [5]", r"tools is \[5\]; it must be"),
+    ("def f(*a): pass\ntools = [f]", r"f\(\*a\) must take its"), ("def f(): 5\ntools = [f, f]", "of functions, each with"),
+    *((GAME.replace(*change), r"environment must be a class with reset\(\*\*row\), methods as tools, no get_reward")
+      for change in (("reset", "start"), ("guess", "get_reward"), ("= Game", "= {'game': Game}"))),
+    (GAME, r"reset\(\) returns 'Begin', which the prompt does not hold; append it to the question in the data"),
+    ("def reply(text:", "it raises SyntaxError"), ("while True: pass", "before the run, a call took more than 1 s of")])
+def test_a_wrong_or_hostile_file_ends_in_one_line(source, message, tmp_path, capfd):
+    """What their processes may do is that of a reward's (leaves/own_rewards)."""
+    problems = [Problem("q", "q?", "1", row={"question": "q?", "number": 7, "start": "Begin"})]
     with pytest.raises(ConfigError, match=f"^environment.file={tmp_path}/mine.py: [^\n]*{message}"):
-        opened(tmp_path, source)
+        opened(tmp_path, source).try_rows(problems)
+    out, err = capfd.readouterr()
+    assert "Traceback" not in out + err and len(err.splitlines()) <= 1
 
 
 def test_a_call_that_is_ended_ends_its_completion_and_is_said_once(tmp_path, capfd):
-    file = opened(tmp_path, "def reply(text, row):\n    while text: pass\n")
-    replies = [file.wait(file.ask(text, text, {}), row) for text, row in (("a", "q7"), ("b", "q8"))]
-    assert replies == [Reply(None, failures=1)] * 2
-    assert capfd.readouterr().err.splitlines() == [
+    file = opened(tmp_path, "def reply(text, row):\n    print('x')\n    while text: pass\n")
+    assert [ask(file, "a", "q7"), ask(file, "b", "q8")] == [Reply(None, failures=1)] * 2
+    assert list(capfd.readouterr()) == ["", (
         f"environment.file={tmp_path}/mine.py: a call took more than 1 s of computing or 10 times that by the clock "
         "(environment.seconds), and was ended (row q7); its completion ends there, as of all that end so "
-        "(environment/failures)"]
+        "(environment/failures)\n")]
     read_file.cache_clear()
-    file = opened(tmp_path, "def loop(n: int):\n    while n: pass\n\ndef tools():\n    return [loop]\n")
-    reply = ask(file, 'Now {"name": "loop", "arguments": {"n": 1}}')  # an error that the model reads
+    reply = ask(opened(tmp_path, "def loop(n: int):\n    while n: pass\n\ntools = [loop]\n"),
+                'Now {"name": "loop", "arguments": {"n": 1}}')  # an error that the model reads
     assert reply.content.startswith("\nerror: the call took more than 1 s") and reply.failures == 1
+    read_file.cache_clear()
+    with pytest.raises(ConfigError, match=r"it raises KeyError in line 2: 'x' \(row q\)$"):
+        ask(opened(tmp_path, f"{REPLY}row['x']"), "")
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    (["environment.turns=3"], "environment.turns=3 must be left out, or 8, unless environment.file"),
-    (["environment.file=FILE"], "environment.max_context=None must be at least 192 with environment.file"),
     (["environment.file=FILE", "environment.max_context=191"], "environment.max_context=191 must be at least 192"),
     (["environment.file=FILE", "environment.max_context=4000"], "pack.capacity=1024 must be at least 4000 tokens"),
     (["environment.file=FILE", "environment.max_context=300", "rollout.stop=['=']", "windows.tokens=8",
-      "windows.in_flight=2", "windows.max_age=2"], "rollout.stop=.* must be null with windows.tokens"),
-    (["environment.file=nowhere.py", "environment.max_context=300"], "nowhere.py")])
+      "windows.in_flight=2", "windows.max_age=2"], "rollout.stop=.* must be null with windows.tokens")])
 def test_settings_that_do_not_go_together(settings, message, tmp_path):
     (tmp_path / "mine.py").write_text(SUMS)
     with pytest.raises(ConfigError, match=message):
-        cfg = toy_config(tmp_path / "run", *(x.replace("FILE", str(tmp_path / "mine.py")) for x in settings),
-                         name="grpo_toy.yaml")
-        open_environment(cfg.environment)
+        toy_config(tmp_path / "run", *(x.replace("FILE", str(tmp_path / "mine.py")) for x in settings),
+                   name="grpo_toy.yaml")
 
 
 def with_sums(tmp_path: Path, *settings: str) -> list[str]:
@@ -341,10 +412,8 @@ def with_sums(tmp_path: Path, *settings: str) -> list[str]:
 
 
 VARIANTS = {
-    "cppo": [],
-    "pps+nat": ["prune.completions={kind: pps, keep: 2}", "loss.denominator=all",
-                "prune.tokens={kind: prefix, whole: 0.5}"],
-    "lora": ["model.lora.rank=2"],
+    "cppo": ["checkpoint.keep=all", "log.groups=4"],
+    "pps": ["prune.completions={kind: pps, keep: 2}", "loss.denominator=all", "prune.tokens={kind: prefix, whole: .5}"],
     "votes": ["labels.kind=votes", "labels.most=12"],
     "dapo": ["rollout.until=informative", "rollout.max_rounds=2", "prune.completions.kind=none",
              "loss.denominator=all"],
@@ -354,7 +423,7 @@ VARIANTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_run_is_the_same_on_two_ranks_and_resumes_as_itself(name, tmp_path):
+def test_a_run_is_the_same_on_two_ranks_and_resumes_as_itself(name, tmp_path, capsys):
     few = ["steps=2", "eval.limit=2"] if name == "cppo" else ["steps=3", "eval.limit=8"]
     settings = with_sums(tmp_path, *few, "checkpoint.every=1", *VARIANTS[name])
     cfg = toy_config(tmp_path / "one", *settings)
@@ -369,60 +438,41 @@ def test_a_run_is_the_same_on_two_ranks_and_resumes_as_itself(name, tmp_path):
     trained_unchecked(replace(cfg, out=str(tmp_path / "cut"), steps=cfg.steps - 1))
     resumed = weights(train.train(replace(cfg, out=str(tmp_path / "cut")), resume="always"))
     assert all(torch.equal(resumed[key], p) for key, p in alone.items())
-    texts = [(tmp_path / run / "decisions.jsonl").read_text() for run in ("one", "cut")]
-    assert texts[0] == texts[1]
-
-
-@pytest.mark.slow
-def test_a_step_is_replayed_and_its_texts_show_turns(tmp_path, capsys):
-    cfg = toy_config(tmp_path / "run", *with_sums(tmp_path, "steps=2", "data.eval=null", "checkpoint.every=1",
-                                                  "checkpoint.keep=all", "log.groups=4", "rollout.group_size=4",
-                                                  "prune.completions.keep=2"))
-    trained_unchecked(cfg)
-    groups = runfolder.read_log(tmp_path / "run" / "samples.jsonl")
-    completions = [x for group in groups for x in group["completions"]]
-    talked = [x for x in completions if "turns" in x]
-    assert talked and all("".join(x["turns"]) == x["text"] for x in talked)
-    assert all(x["turns"][0].endswith("=") for x in talked)
-    read_file.cache_clear()
-    (tmp_path / "mine.py").unlink()  # the copy in the run folder is read
-    replay.replay(tmp_path / "run", 2, [], draws=0)
-    assert "the same bit for bit" in capsys.readouterr().out
+    assert len({(tmp_path / run / "decisions.jsonl").read_text() for run in ("one", "cut")}) == 1
+    if name == "cppo":
+        groups = runfolder.read_log(tmp_path / "one" / "samples.jsonl")
+        talked = [x for group in groups for x in group["completions"] if "turns" in x]
+        assert talked and all("".join(x["turns"]) == x["text"] and x["turns"][0].endswith("=") for x in talked)
+        read_file.cache_clear()
+        (tmp_path / "mine.py").unlink()  # the copy in the run folder is read
+        replay.replay(tmp_path / "one", 2, [], draws=0)
+        assert "the same bit for bit" in capsys.readouterr().out
 
 
 def test_an_evaluation_converses_and_its_result_names_the_environment(tmp_path, command):
-    cfg = toy_config(tmp_path / "run", *with_sums(tmp_path, "eval.limit=6"), name="grpo_toy.yaml")
+    cfg = toy_config(tmp_path / "run", *with_sums(tmp_path, "eval.limit=24", "eval.temperature=1"), name="grpo_toy.yaml")
     (tmp_path / "own.yaml").write_text(config.dump(cfg))
     out = tmp_path / "result.json"
     assert command(evaluation, "--config", tmp_path / "own.yaml", "--model", TOY, "--out", out) == 0
-    named = json.loads(out.read_text())["head"]["environment"]
+    result = json.loads(out.read_text())
+    named, (of_set,) = result["head"]["environment"], result["results"].values()
     assert named["max_context"] == 200 and len(named["file"]) == 64
-
-
-@pytest.mark.slow
-def test_an_error_in_the_file_in_mid_run_is_one_line_and_the_run_goes_on_from_its_checkpoint(tmp_path):
-    raises = "    if text and row['id'].endswith('7'): raise ValueError('seven')\n"
-    source = SUMS.replace("    found =", f"{raises}    found =")
-    settings = with_sums(tmp_path, "steps=4", "data.eval=null", "checkpoint.every=1")
-    (tmp_path / "mine.py").write_text(source)
-    with pytest.raises(ConfigError, match=r"it raises ValueError in line 4: seven \(row toy/train/\d*7\)$"):
-        trained_unchecked(toy_config(tmp_path / "run", *settings))
+    responses = [response for problem in of_set["problems"] for response in problem["responses"]]
+    talked = [response for response in responses if "turns" in response]
+    assert talked and all(response["turns"][-1] == response["text"] for response in talked)
 
 
 @pytest.mark.slow
 def test_arrays_of_a_pool_keep_replies(tmp_path):
     """Groups that go on over steps, with an environment that answers messages."""
-    (tmp_path / "mine.py").write_text("def reply(text, row):\n    return None if text.count('again') else 'again'\n")
+    (tmp_path / "mine.py").write_text(f"{REPLY}None if text.count('again') else 'again'\n")
     settings = [f"environment.file={tmp_path}/mine.py", "environment.max_context=200", "windows.tokens=4",
                 "windows.in_flight=2", "windows.max_age=2", "rollout.prompts_per_step=2", "rollout.group_size=4",
-                "data.eval=null", "checkpoint.every=1", "data.limit=16"]
-    cfg = toy_config(tmp_path / "whole", *settings, "checkpoint.keep=all", "steps=4", name="flight_toy.yaml")
-    whole = trained_unchecked(cfg)
-    cut = tmp_path / "cut"
-    for step in range(1, 4):  # the first checkpoint with replies in its pool
-        saved = torch.load(tmp_path / "whole" / "checkpoints" / f"step_00000{step}" / "extra.pt", weights_only=True)
-        if any(len(sample[3]) for group in saved["history"]["pool"] for sample in group[-1]):
-            break
-    trained_unchecked(replace(cfg, out=str(cut), steps=step))
+                "data.eval=null", "checkpoint.every=1", "data.limit=16", "steps=2"]
+    cfg = toy_config(tmp_path / "whole", *settings, name="flight_toy.yaml")
+    whole, cut = trained_unchecked(cfg), tmp_path / "cut"
+    trained_unchecked(replace(cfg, out=str(cut), steps=1))
+    saved = torch.load(cut / "checkpoints" / "step_000001" / "extra.pt", weights_only=True)
+    assert any(len(sample[3]) for group in saved["history"]["pool"] for sample in group[-1])
     resumed = weights(train.train(replace(cfg, out=str(cut)), resume="always"))
-    assert all(torch.equal(resumed[key], p) for key, p in whole.items()) and step < 4
+    assert all(torch.equal(resumed[key], p) for key, p in whole.items())

@@ -10,15 +10,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import make_groups, others_slow
+from conftest import as_batch, as_rolled, make_groups, others_slow
 from outcomes import EXACT, distance, mean_of, outcomes
-from test_invariance import on_ranks
-from test_nat import ADV_NG, REWARD_NG, Short, cuts
+from test_nat import ADV_NG, Short, cuts
 from test_objectives import OBJECTIVES, Case, assert_same
 
 from leaves.environment.join import Dialogue, environment_metrics, join
 from leaves.windows.join import Piece
-from loss import token_weight
 from metrics import rollout_metrics
 from prune import Candidates, cut_weights, keep_all, surprise
 from records import Group, Sample, lengths
@@ -47,38 +45,18 @@ class RepliedCase(Case):
         return replied(super().with_engine(groups))
 
 
-@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["packed", "alone"])
 @pytest.mark.parametrize("name", others_slow(OBJECTIVES, "dapo", "gspo", "tppo", "apo", "weights", "odpo"))
-def test_the_gradient_is_that_of_the_textbook_loss_over_the_policys_own_tokens(name, apart, tiny, tmp_path):
+def test_the_gradient_is_that_of_the_textbook_loss_over_the_policys_own_tokens(name, tiny, tmp_path):
     case = RepliedCase(name, tiny, tmp_path / "run")
-    if apart:  # so small that no two completions share a row
-        most = max(len(group.prompt.ids) + s.length for group in case.groups for s in group.samples)
-        case.learner = replace(case.learner, pack=replace(case.learner.pack, capacity=most))
     expected, ours = case.by_formula(), case.by_training()
     assert_same(ours, expected)
-
-
-def gradients_here(folder, out, names: list[str]) -> list:
-    """The gradients of cases on this number of ranks."""
-    return [RepliedCase(name, folder, out).by_training() for name in names]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("names", [
-    ["grpo", "gspo"], pytest.param(list(OBJECTIVES), marks=pytest.mark.slow)], ids=["two", "all"])
-def test_two_ranks_have_the_gradient_of_one(names, tiny, tmp_path):
-    alone = gradients_here(tiny, tmp_path / "alone", names)
-    for other in on_ranks(2, tmp_path, gradients_here, tiny, tmp_path / "run", names):
-        for ours, expected in zip(other, alone, strict=True):
-            assert_same(ours, expected)
 
 
 @pytest.mark.slow
 def test_over_all_cuts_and_draws_the_mean_is_the_full_gradient_with_replies_too(tiny, tmp_path, monkeypatch):
     """NAT and PPS together: the cuts count own tokens, and denominators are of whole completions without replies."""
     places = [[((1, 3),), (), ((1, 2), (3, 4))], [((0, 1),), ((2, 4),), ()]]
-    sizes = [[5, 1, 6], [3, 7, 1]]
-    groups = replied(make_groups(sizes, [2, 3]), places)
+    groups = replied(make_groups([[5, 1, 6], [3, 7, 1]], [2, 3]), places)
     own = lengths(groups, 3)
     assert own.tolist() == [[3, 1, 4], [2, 5, 1]]
     draw = kinds.Pps(keep=2, size="surprise")
@@ -95,7 +73,6 @@ def test_over_all_cuts_and_draws_the_mean_is_the_full_gradient_with_replies_too(
             drawn.append((chance * math.prod(part for part, _ in parts),
                           step.choose(pruned, [tokens[:3], tokens[3:]], monkeypatch)))
     assert distance(mean_of(drawn, lambda batch: step.gradient_of(batch, [0, 1])), full) < EXACT
-    assert REWARD_NG.shape == own.shape
 
 
 def test_counts_leave_replies_out():
@@ -106,11 +83,14 @@ def test_counts_leave_replies_out():
     assert sample.turns == [(0, 2), (2, 5), (5, 6), (6, 7), (7, 9)]
     begun = Piece(sample, start=3)  # in the midst of a reply
     assert (begun.own, begun.trained, begun.scored.tolist()) == (5, 3, [5, 7, 8])
-    assert sample.end == 9 and replace(sample, replies=((2, 5), (6, 9))).end == 6
-    assert Piece(sample, old=6).fresh == 2
+    assert Piece(sample, fresh_from=6).fresh == 2
     for count, (length, replies) in enumerate([(1, 0), (2, 0), (6, 1), (8, 2), (9, 2)], start=1):
         first = sample.first(count)
         assert (first.own, first.length, len(first.replies), len(first.logp)) == (count, length, replies, length)
+    plain = make_groups([[4, 3]], [2])
+    first, second = plain[0].samples
+    replied_to = Dialogue([*first.ids, 7, 7], [*first.logp, 0, 0], True, replies=((first.length, first.length + 2),))
+    assert surprise([Group(plain[0].prompt, (replied_to, second))]).tolist() == surprise(plain).tolist()
 
 
 def test_pieces_are_joined_with_the_places_of_their_replies():
@@ -119,27 +99,14 @@ def test_pieces_are_joined_with_the_places_of_their_replies():
     whole = join(first, second)
     assert whole.ids.tolist() == [1, 2, 3, 4, 5, 6] and whole.replies == ((1, 3), (4, 5))
     assert (whole.calls, whole.failures, whole.finished) == (3, 1, True)
-    assert join(None, first) is first
     assert whole.logp.tolist() == [-1.0] * 3 + [-2.0] * 3
 
 
-def test_surprise_and_token_weights_are_of_own_tokens():
-    plain = make_groups([[4, 3]], [2])
-    first, second = plain[0].samples
-    replied_to = Dialogue([*first.ids, 7, 7], [*first.logp, 0, 0], True, replies=((first.length, first.length + 2),))
-    spread = [Group(plain[0].prompt, (replied_to, second))]
-    assert surprise(spread).tolist() == surprise(plain).tolist()
-    adv_NG = torch.tensor([[1.0, -1.0]])
-    for kind in ("token", "sequence", "constant"):
-        weights = [token_weight(lengths(groups, 2), keep_all(adv_NG), kind, "all", 8, 1) for groups in (plain, spread)]
-        assert weights[0].tolist() == weights[1].tolist()
-
-
 def test_metrics_count_turns_and_calls():
-    from conftest import as_batch, as_rolled
     groups = replied(make_groups([[3, 9]], [2]), [[REPLIES[3], REPLIES[9]]])
-    groups = [replace(groups[0], samples=(replace(groups[0].samples[0], calls=1, failures=1),
-                                          replace(groups[0].samples[1], calls=3, finished=False, cut=True)))]
+    short, long = groups[0].samples
+    samples = replace(short, calls=1, failures=1), replace(long, calls=3, finished=False, cut=True)
+    groups = [Group(groups[0].prompt, samples)]
     reward_NG = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
     step = as_rolled(groups, reward_NG), as_batch(groups, reward_NG, keep_all(reward_NG))
     measured = rollout_metrics(*step) | environment_metrics(*step)

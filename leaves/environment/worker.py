@@ -1,30 +1,30 @@
-"""Run the user's own environment in a worker (leaves/environment/file.py): reply(text, row) or tools().
+"""Run the user's own environment in a worker (leaves/environment/file.py): reply(text, row), tools or a
+class.
 
 Only plain values travel back: an exception of the user's own could not be made again in the trainer.
 """
 
+import asyncio
 import copy
 import inspect
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pydantic import TypeAdapter, ValidationError, validate_call
 
 from infra.user_worker import Source, WrongFile, on_one_line, run_guarded
-
-TAGGED_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-BARE_CALL = re.compile(r'\{\s*"name"\s*:.*', re.DOTALL)
+from leaves.environment.calls import WANTED, ToolCall, read_calls
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The texts that a reply answers, when the policy has ended a turn."""
+    """A turn of the policy that is to be answered, and all before it."""
 
-    text: str     # the completion so far
-    newest: str   # the turn itself
+    prompt: str
+    turns: Sequence[str]  # of the policy, and after each but the last one the reply to it
     row: dict
     format: str   # of calls (environment.format)
     longest: int  # characters of a reply that may fit
@@ -39,72 +39,105 @@ class Reply:
     failures: int = 0
 
 
-def call_environment(source: Source, seconds: float, turn: Turn) -> Reply | str:
-    """Reply to a turn. Returns an error as text."""
-    silence()
-    return run_guarded(source, seconds, turn.row, lambda scope: reply_to(scope, turn))
+def run_silently(source: Source, seconds: float, work: Callable, row: dict) -> object:
+    """Do some work with the names of a file, and drop what it prints: that would be printed for every turn.
 
-
-def list_schemas(source: Source, seconds: float) -> list[dict] | str:
-    """Describe the tools of a file as chat templates take them; an empty list without tools()."""
-    silence()
-    return run_guarded(source, seconds, {}, lambda scope: [describe(f) for f in list_tools(scope)])
-
-
-def silence() -> None:
-    """Drop what the file prints: it would be printed for every turn."""
+    Returns an error as text.
+    """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)
     os.close(nowhere)
+    return run_guarded(source, seconds, row, work)
 
 
-def list_tools(scope: dict) -> list[Callable]:
-    """Call tools(); an empty list if the file has reply() instead."""
-    if callable(scope.get("reply")) == callable(scope.get("tools")):
-        raise WrongFile("it must have one of the functions reply(text, row) and tools()")
-    if callable(scope.get("reply")):
-        return []
-    functions = scope["tools"]()
-    if not (isinstance(functions, list) and functions and all(map(inspect.isfunction, functions))):
-        raise WrongFile(f"tools() returns {on_one_line(functions, repr)}; it must be a list of functions")
-    return functions
+def list_schemas(scope: dict) -> list[dict]:
+    """Describe the tools of a file as chat templates take them; an empty list with reply()."""
+    return [*map(describe, list_tools(scope).values())]
 
 
-def describe(function: Callable) -> dict:
-    """Describe a function by its name, its docstring and the types of its parameters."""
+def list_tools(scope: dict, turn: Turn | None = None) -> dict[str, Callable]:
+    """List the tools of a file by their names: functions, or the methods of an instance that has been through
+    the turns before this one. Empty if the file has reply() instead."""
+    kinds = scope.keys() & {"reply", "tools", "environment", "environment_factory"}
+    if len(kinds) != 1:
+        own = [name for name, value in scope.items() if inspect.isroutine(value) or inspect.isclass(value)]
+        raise WrongFile("it must have one of reply(text, row), tools = [add] and environment = MyClass; "
+                        f"it has {', '.join(own) or 'none'}")
+    kind, = kinds
+    if kind == "reply":
+        return {}
+    if kind != "tools":
+        return play(scope[kind], turn)
+    tools = scope["tools"]() if callable(scope["tools"]) else scope["tools"]
+    listed = tools if isinstance(tools, list) else []
+    named = {tool.__name__: tool for tool in listed if inspect.isfunction(tool)}
+    if not named or listed[len(named):]:
+        raise WrongFile(f"tools is {on_one_line(tools, repr)}; it must be a list of functions, each with "
+                        "a name of its own")
+    return named
+
+
+def play(factory: Callable, turn: Turn | None) -> dict[str, Callable]:
+    """Make an environment as TRL's environment_factory does, repeat the calls of all turns but the last, and
+    return its methods."""
+    made = factory() if callable(factory) else None
+    tools = {name: getattr(made, name) for name, _ in inspect.getmembers(type(made), inspect.isroutine)
+             if name[0] != "_"}
+    reset = tools.pop("reset", None)
+    if not reset or not tools or "get_reward" in tools:
+        raise WrongFile("environment must be a class with reset(**row), methods as tools, no get_reward(); "
+                        "a reward is a function of reward.custom_file")
+    if turn:
+        shown = reset(**copy.deepcopy(turn.row))
+        if shown is not None and str(shown).strip() not in turn.prompt:
+            raise WrongFile(f"reset() returns {on_one_line(shown, repr)}, which the prompt does not hold; "
+                            "append it to the question in the data, as TRL does, or return None")
+        for said in turn.turns[:-1:2]:
+            for call in read_calls(said, tools):
+                run_tool(tools, call, turn)
+    return tools
+
+
+def describe(tool: Callable) -> dict:
+    """Describe a function by its name, its types and its docstring, as transformers' get_json_schema does."""
+    written, schema = inspect.getdoc(tool) or "", TypeAdapter(tool).json_schema()
+    schema.pop("additionalProperties", None)
+    if schema["type"] == "array":
+        raise WrongFile(f"{tool.__name__}{inspect.signature(tool)} must take its arguments by name")
+    for name, about in schema["properties"].items():
+        about.pop("title", about.pop("default", None))
+        if found := re.search(rf"(?m)^( +){name}\b[^:\n]*:(.*(?:\n\1 +.*)*)", written):
+            about["description"] = " ".join(found[2].split())
+    summary = re.split(r"\s*\n(?:Args|Returns|Raises|Yields|Examples?):", written)[0]
     return {"type": "function", "function": {
-        "name": function.__name__,
-        "description": inspect.getdoc(function) or "",
-        "parameters": TypeAdapter(function).json_schema(),
-    }}
+        "name": tool.__name__, "description": summary, "parameters": {"type": "object"} | schema}}
 
 
 def reply_to(scope: dict, turn: Turn) -> Reply:
-    functions = {function.__name__: function for function in list_tools(scope)}
-    if functions:
-        return answer_calls(functions, turn)
-    content = scope["reply"](turn.text, copy.deepcopy(turn.row))
-    if content is None:
-        return Reply(None, calls=0)
-    if isinstance(content, list):
-        content = [check_message(message, turn) for message in content]
-    elif isinstance(content, str):
-        content = shorten(content, turn)
-    if not content or not isinstance(content, str | list):
-        raise WrongFile(f"reply() returns {on_one_line(content, repr)}; it must be a text, a list of "
-                        "messages, or None at the end of a completion")
-    return Reply(content)
+    """Reply to a turn."""
+    if tools := list_tools(scope, turn):
+        results = [run_tool(tools, call, turn) for call in read_calls(turn.turns[-1], tools)]
+        return make_reply(results, turn.format)
+    content = scope["reply"]("".join(turn.turns), copy.deepcopy(turn.row))
+    match content:
+        case None:
+            return Reply(None, calls=0)
+        case str() if content:
+            return Reply(shorten(content, turn))
+        case list() if content:
+            return Reply([check_message(message, turn) for message in content])
+    raise WrongFile(f"reply() returns {on_one_line(content, repr)}; it must be a text, a list of messages, "
+                    "or None at the end of a completion")
 
 
 def check_message(message: object, turn: Turn) -> dict:
     """Return a message with its role and content, both texts."""
-    wanted = {"role", "content"}
-    if not isinstance(message, dict) or message.keys() != wanted or not all(
-            isinstance(value, str) for value in message.values()):
-        raise WrongFile(f"reply() returns the message {on_one_line(message, repr)}; each must have a role "
-                        "and a content, both texts, and nothing else")
-    return message | {"content": shorten(message["content"], turn)}
+    match message:
+        case {"role": str(role), "content": str(content), **others} if not others:
+            return {"role": role, "content": shorten(content, turn)}
+    raise WrongFile(f"reply() returns the message {on_one_line(message, repr)}; each must have a role and a "
+                    "content, both texts, and nothing else")
 
 
 def shorten(text: str, turn: Turn) -> str:
@@ -114,42 +147,37 @@ def shorten(text: str, turn: Turn) -> str:
     return text[:turn.longest]
 
 
-def answer_calls(functions: dict[str, Callable], turn: Turn) -> Reply:
-    """Run the tools that a turn calls. The result of each, or the error, becomes a message or a line."""
-    # Qwen's stand within tags; else the turn ends with one: 'I add {"name": "add", "arguments": {"a": 1}}'.
-    calls = (TAGGED_CALL if turn.format == "qwen" else BARE_CALL).findall(turn.newest)
-    if not calls:
-        return Reply(None, calls=0)
-    results = [run_tool(functions, call, turn) for call in calls]
-    messages = [{"role": "tool", "name": name, "content": content} for name, content, _ in results]
-    return make_reply(messages, turn.format, sum(failed for *_, failed in results))
-
-
-def make_reply(messages: list[dict], form: str, failures: int) -> Reply:
+def make_reply(results: list[tuple], form: str) -> Reply:
     """Return the results of calls as messages, or in the plain format as lines."""
-    content = messages
+    content = [{"role": "tool", "name": name, "content": text} for name, text, _ in results]
     if form == "plain":
-        content = "".join(f"\n{message['content']}\n" for message in messages)
-    return Reply(content, len(messages), failures)
+        content = "".join(f"\n{text}\n" for _, text, _ in results)
+    return Reply(content or None, len(results), sum(failed for *_, failed in results))
 
 
-def run_tool(functions: dict[str, Callable], call: str, turn: Turn) -> tuple[str, str, bool]:
+def run_tool(tools: dict, call: object, turn: Turn) -> tuple[str, str, bool]:
     """Run one call; returns the name of the tool, its result as text, and whether it failed."""
-    name = ""
+    name, advice = "", f"; write a call as {WANTED[turn.format]}"
     try:
-        asked = json.loads(call)
-        name = str(asked["name"])
-        given = asked.get("arguments", asked.get("parameters", {}))
-        given = json.loads(given) if isinstance(given, str) else given
-        if name not in functions:
-            return name, f"error: there is no tool {name!r}; there are {', '.join(functions)}", True
-        result = validate_call(functions[name])(**given)
-        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+        if isinstance(call, Exception):
+            raise call
+        if isinstance(call, dict):
+            call = call.get("function", call)  # as OpenAI nests it
+        asked = ToolCall.model_validate(call)
+        called = asked.name.removeprefix("functions.")
+        if called not in tools:
+            unknown = on_one_line(called, repr)
+            return "", f"error: there is no tool {unknown}; there are {', '.join(tools)}", True
+        name, advice = called, ""
+        result = validate_call(tools[name])(**asked.arguments or {})
+        result = asyncio.run(result) if inspect.iscoroutine(result) else result
+        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         return name, shorten(text, turn), False
     except MemoryError:
         raise
     except ValidationError as error:
-        reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        return name, f"error: {reasons}", True
+        reason = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
     except Exception as error:  # a call or a tool may raise anything
-        return name, f"error: {type(error).__name__}: {on_one_line(error, str)}", True
+        reason = f"{type(error).__name__}: {on_one_line(error, str)}"
+    text = f"error: {reason}{advice}".encode(errors="replace").decode()
+    return name, shorten(text, turn), True

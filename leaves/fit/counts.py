@@ -39,10 +39,9 @@ def phases(cfg: Config, shape: Shape, ranks: int) -> dict[str, Parts]:
         held["CUDA graphs, and NCCL"] = BESIDE_VLLM
         if cfg.rollout.sleep == "never":
             staying = ("engine's weights", "KV cache")
-    gradients = {"gradients": 4 * count // ranks}
     return {
-        "update": held | {name: sampling[name] for name in staying}
-                  | gradients | row_parts(cfg, shape, *planned_row(cfg)),
+        "update": held | {name: sampling[name] for name in staying} | {"gradients": 4 * count // ranks}
+                  | row_parts(cfg, shape, *planned_row(cfg)),
         "rollout": held | sampling,
     }
 

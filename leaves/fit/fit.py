@@ -96,7 +96,7 @@ def find_shape(path: str) -> Shape:
     the published configs' models. Raises ConfigError if there is none."""
     shipped = read_json(SHAPES)
     if path in shipped:
-        return shape_of(shipped[path], lambda: False)
+        return shape_of(shipped[path])
     return read_shape(find_model(path, ("config.json",)))
 
 

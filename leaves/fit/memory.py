@@ -29,11 +29,9 @@ def decide(cfg: Config, choice: Choice) -> Choice:
     here = next((again for again in taken_again(choice) if used(again, choice) <= choice.machine.free), None)
     if here is None:
         here = choose_sleep(choice)
-
-        def needed(slots: int) -> float:
-            return used(with_value(here, "rollout.slots", slots), choice, "rollout")
-
-        slots = largest_that_fits(range(1, here.rollout.slots + 1), room(choice), needed)
+        slots = largest_that_fits(
+            range(1, here.rollout.slots + 1), room(choice),
+            lambda slots: used(with_value(here, "rollout.slots", slots), choice, "rollout"))
         here = with_value(here, "rollout.slots", slots or 1)
     return replace(choice, cfg=here, remarks=(*choice.remarks, *explain_choice(cfg, here, choice)))
 
@@ -77,11 +75,8 @@ def choose_rows(cfg: Config, choice: Choice) -> Config:
     sizes = [*range(least, most, ROW_STEP), most]
     longest = 0
     for how in ways:  # from no recomputation to all
-
-        def needed(tokens: int, how: str = how) -> float:
-            return used(with_rows(cfg, how, tokens), choice, "update")
-
-        tokens = largest_that_fits(sizes, room(choice), needed)
+        tokens = largest_that_fits(
+            sizes, room(choice), lambda tokens, how=how: used(with_rows(cfg, how, tokens), choice, "update"))
         if tokens >= longest:
             chosen, longest = with_rows(cfg, how, tokens or least), tokens
         if longest >= min(ENOUGH_TOKENS, most):

@@ -47,20 +47,8 @@ TARGETS = {  # model.lora.targets -> layers of a block, of which a family has so
 }
 PREFIX = "base_model.model."  # of every name in a PEFT file
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PLAIN_PEFT = {  # settings of PEFT that change an adapter's result, and the values that do not
-    "peft_type": "LORA",
-    "bias": "none",
-    "use_dora": False,
-    "use_rslora": False,
-    "fan_in_fan_out": False,
-    "lora_bias": False,
-    "modules_to_save": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "alora_invocation_tokens": None,
-    "layer_replication": None,
-    "init_lora_weights": True,
-}
+# Settings of PEFT that change an adapter's result, and the values that do not.
+PLAIN_PEFT = read_json(Path(__file__).with_name("plain_peft.json"))
 # They leave the base as it is, too; others, such as PiSSA's, change it.
 OTHER_INITS = (False, "gaussian", "orthogonal")
 
@@ -140,16 +128,12 @@ class Adapters(Weights):
 
     def policy(self, path: str, folder: Path, dtype: torch.dtype) -> Decoder:
         """Load a policy in at least float32 on its run's base: it is rounded after it has been merged."""
-        own, wide = self.cfg.model.lora, torch.promote_types(dtype, torch.float32)
+        own, trained_in = self.cfg.model.lora, getattr(torch, self.cfg.model.dtype)
         require_same_inputs(path, read_extra(path)["inputs"], Weights.identify(self, folder))
-        model = empty_model(folder, wide)
-        adapt(model, Lora(own.rank, own.alpha, own.targets), wide)
+        model = empty_model(folder, trained_in)
+        adapt(model, Lora(own.rank, own.alpha, own.targets), trained_in)
         load_weights(model.to_empty(device="cpu"), folder)
-        trained_in = getattr(torch, self.cfg.model.dtype)
-        with torch.no_grad():
-            for _, p in model.named_hf_tensors(merged=False):
-                p.copy_(p.to(trained_in))
-        return load_policy_into(path, model)
+        return load_policy_into(path, model.to(torch.promote_types(dtype, torch.float32)))
 
     def export(self, model: Decoder, source: Path, folder: Path, texts: dict[str, str]) -> None:
         """Write the weights with the adapters merged into them and, beside them, the adapters alone."""
@@ -168,13 +152,18 @@ def find_adapters(model: nn.Module) -> dict[str, Adapted]:
 
 
 def adapt(model: Decoder, settings: Lora, dtype: torch.dtype) -> None:
-    """Freeze an empty decoder, in `dtype`, and put adapters of at least float32 beside its layers."""
+    """Freeze an empty decoder, in `dtype`, and put adapters of at least float32 beside its layers. Raises
+    ConfigError for a rank above the smaller side of one of them."""
     model.to(dtype).requires_grad_(False)
     wide = torch.promote_types(dtype, torch.float32)
     for block in model.layers:
         layers = dict(block.named_modules())
         for name in TARGETS[settings.targets]:
             if name in layers:
+                most = min(layers[name].weight.shape)
+                if settings.rank > most:
+                    raise ConfigError(f"model.lora.rank={settings.rank} must be at most {most}, the smaller "
+                                      f"side of {name}; lower it, or choose other model.lora.targets")
                 block.set_submodule(name, Adapted(layers[name], settings, wide))
 
 

@@ -1,8 +1,8 @@
 """Call the user's own reward functions, from the file reward.custom_file, in workers that may be ended.
 
-The names of a function's parameters choose its arguments, any of ARGUMENTS. It returns a number in [-1, 1],
-or None for a completion that it cannot judge. Only numbers and texts travel back, so no exception and no
-result can end the trainer.
+The names of a function's parameters choose its arguments, any of those that `start_once` knows. It returns a
+number in [-1, 1], or None for a completion that it cannot judge. Only numbers and texts travel back, so no
+exception and no result can end the trainer.
 """
 
 import functools
@@ -22,14 +22,13 @@ class RewardFile(UserFile):
     """A file of reward functions."""
 
     functions: tuple[str, ...]
-    ended: float  # the value of a function if its call was ended
 
     @staticmethod
     def of(cfg: Reward) -> "RewardFile":
         limits = Limits("reward function", int(cfg.custom_gib * 2**30), cfg.custom_workers or WORKERS,
                         cfg.custom_seconds, ("reward.custom_seconds", "reward.custom_gib"))
         source, functions = read_file(cfg.custom_file, "reward.custom_file"), tuple(cfg.functions.values())
-        return RewardFile("reward.custom_file", source, limits, functions, cfg.custom_ended)
+        return RewardFile("reward.custom_file", source, limits, functions)
 
 
 @frozen
@@ -37,38 +36,44 @@ class RewardCall:
     """The arguments of a completion's reward. Rows are compared by identity and not by content: two sets may
     ask the same question of different rows."""
 
-    text: str
+    turns: tuple[str, ...]
     gold: str
     tokens: int
     row: dict = field(compare=False)
     row_id: int  # id(row); the row lives as long as this
 
 
-def start_call(own: RewardFile, problem: Problem | Prompt, text: str, tokens: int) -> Call:
+def start_call(own: RewardFile, problem: Problem | Prompt, turns: Sequence[str], tokens: int) -> Call:
     """Start all functions on one completion, in one call. An equal completion is not judged again."""
-    return start_once(own, RewardCall(text, problem.answer, tokens, problem.row, id(problem.row)))
+    return start_once(own, RewardCall(tuple(turns), problem.answer, tokens, problem.row, id(problem.row)))
 
 
 @functools.lru_cache(maxsize=20_000)
 def start_once(own: RewardFile, judged: RewardCall) -> Call:
-    values = judged.text, judged.gold, judged.tokens, judged.row
-    return own.call(call_functions, own.functions, values)
+    known = {
+        "text": judged.turns[-1],  # what the policy has said last
+        "gold": judged.gold,
+        "tokens": judged.tokens,
+        "row": judged.row,
+        "turns": judged.turns,     # the policy's, by turns with those of an environment
+    }
+    return own.call(call_functions, own.functions, known)
 
 
 def read_values(own: RewardFile, cfg: Reward, call: Call, row_id: str, timed_out: bool) -> dict[str, float]:
     """Wait for a call: a value of each function, nan for None, and whether the call was ended.
 
-    All functions of a call that was ended have the value own.ended. Raises ConfigError for anything else that
-    goes wrong.
+    All functions of a call that was ended have the value reward.custom_ended. Raises ConfigError for anything
+    else that goes wrong.
     """
     reason = ""
     try:
         returned = own.checked(call.result(), f" (row {row_id})")
     except OverLimit as error:
         reason = str(error)
-        own.report_once(error, row_id, f"its value is {own.ended:g} (reward.custom_ended), as of all that "
-                        "end so (reward/timed_out, reward/died)")
-        returned = [own.ended] * len(own.functions)
+        own.report_once(error, row_id, f"its value is {cfg.custom_ended:g} (reward.custom_ended), as of all "
+                        "that end so (reward/timed_out, reward/died)")
+        returned = [cfg.custom_ended] * len(own.functions)
     values = {name: math.nan if value is None else value
               for name, value in zip(cfg.functions, returned, strict=True)}
     return values | {"timed_out": timed_out or reason == TIME, "died": reason not in ("", TIME)}
@@ -93,6 +98,6 @@ def try_functions(cfg: Reward, *sets: Sequence[Problem]) -> None:
     read_file.cache_clear()
     own = RewardFile.of(cfg)
     rows = [row for problems in sets for row in (problems[0], problems[-1])]
-    calls = [start_call(own, problem, problem.solution or problem.answer, 1) for problem in rows]
+    calls = [start_call(own, problem, (problem.solution or problem.answer,), 1) for problem in rows]
     for problem, call in zip(rows, calls, strict=True):
         own.first_value(call, f" (row {problem.id})")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TOY, as_rewards, toy_config
+from conftest import TOY, as_rewards, steps_of, toy_config
 
 import config
 import eval as evaluation
@@ -16,7 +16,7 @@ import train
 from collect import describe_missing
 from config import ConfigError, Reward
 from data import load_problems
-from infra import results, runfolder, user_files, user_worker
+from infra import results, user_files, user_worker
 from leaves.own_rewards import calls, worker
 from records import Problem, Prompt
 from reward import list_components, reward_range, score
@@ -38,7 +38,7 @@ def own(path: str, custom: float | dict = 1.0, **settings: object) -> Reward:
 
 def parts(cfg: Reward, *texts: str, gold: str = "42", tokens: int = 3) -> list[dict[str, float]]:
     prompt = Prompt("q", (1,), gold, ROW)
-    scores = score([(text, prompt, tokens) for text in texts], 10, cfg)
+    scores = score([((text,), prompt, tokens) for text in texts], 10, cfg)
     return [dict(zip(list_components(cfg), values, strict=True)) for values in scores]
 
 
@@ -49,22 +49,21 @@ def parts(cfg: Reward, *texts: str, gold: str = "42", tokens: int = 3) -> list[d
 def test_a_function_gets_what_its_parameters_ask_for(parameters, seen):
     scope: dict = {}
     exec(f"def reward({parameters}):\n    global seen\n    seen = {seen}\n    return 0.5", scope)
-    values = ("good", "42", 3, ROW)
-    assert worker.call_one(scope, "reward", values) == 0.5
-    known = {"text": "good", "gold": "42", "tokens": 3, "row": ROW}
+    known = {"text": "good", "gold": "42", "tokens": 3, "row": ROW, "turns": ("good",)}
+    assert worker.call_one(scope, "reward", known) == 0.5
     assert scope["seen"] == eval(seen, known | {"given": known, "other": 5})
 
 
 @pytest.mark.parametrize("value", [0, True, -1, None, np.float32(0.5), torch.tensor(0.25)])
 def test_what_counts_as_a_number(value):
-    assert worker.call_one({"reward": lambda text: value}, "reward", ("", "", 1, {})) == value
+    assert worker.call_one({"reward": lambda text: value}, "reward", {"text": ""}) == value
 
 
 def test_functions_of_one_file_are_components_with_weights_and_none_adds_nothing(tmp_path):
     path = file_of(tmp_path, "def brief(tokens):\n    return -1 if tokens > 5 else tokens / 10\n"
                              "def tested(text, row):\n    return None if 'x' in text else row['tests'][0]\n")
     cfg = own(path, {"brief": 0.5, "tested": 2.0})
-    one, none = parts(cfg, "a", "x<|im_end|>")
+    one, none = parts(cfg, "a", "x")
     assert (one["brief"], one["tested"]) == (0.3, 1.0) and none["brief"] == 0.3
     assert none["tested"] != none["tested"] and (one["timed_out"], one["died"]) == (0, 0)
     components = {name: torch.tensor([[one[name], none[name]]], dtype=torch.float64) for name in list_components(cfg)}
@@ -78,7 +77,7 @@ def test_functions_of_one_file_are_components_with_weights_and_none_adds_nothing
 def test_a_function_sees_the_text_up_to_its_end_and_a_row_that_no_other_call_has_changed(tmp_path):
     path = file_of(tmp_path, "def first(text, row):\n    row['tests'].append(9)\n    return -1 if '<' in text else 0\n"
                              "def second(row):\n    return len(row['tests']) / 4\n")
-    results = parts(own(path, {"first": 1, "second": 1}, custom_workers=1), "a<|im_end|>", "b", "c")
+    results = parts(own(path, {"first": 1, "second": 1}, custom_workers=1), "a", "b", "c")
     assert [(p["first"], p["second"]) for p in results] == [(0, 0.5)] * 3
     assert ROW["tests"] == [1, 2]
 
@@ -90,7 +89,7 @@ def test_a_completion_is_judged_once_and_by_its_problem(tmp_path):
     cfg = own(path, custom_workers=1)
     one, other = {"id": "1"}, {"id": "2"}
     for row in (one, one, other):  # of two sets, perhaps: nothing but the row tells them apart
-        score([("a", Prompt("0", (1,), "", row), 3)] * 2, 10, cfg)
+        score([(("a",), Prompt("0", (1,), "", row), 3)] * 2, 10, cfg)
     assert (tmp_path / "calls").read_text() == "a1a2"
 
 
@@ -134,9 +133,9 @@ def test_a_problem_without_an_answer_has_no_accuracy(tmp_path):
     ("{accuracy: 1}", "reward.custom={'accuracy': 1.0} must be weights of functions whose names are none of accuracy,"),
     ("{timed_out: 1}", "none of accuracy"), ("{custom: 1}", "none of accuracy"),
     ("{mine: .nan}", "reward.custom.mine=nan must be a finite number"),
-    ("{}", "reward.custom_file=.* must be set with reward.custom, and null without"),
+    ("{}", "reward.custom={} must be 1 or {name: weight} to call functions of reward.custom_file="),
     ("{a: 1}\nreward.custom_seconds=0", "reward.custom_seconds=0 must be above 0"),
-    ("{a: 1}\nreward.custom_file=null\nreward.custom_gib=3", "reward.custom_file=None must be set with reward.custom"),
+    ("{a: 1}\nreward.custom_file=null\nreward.custom_gib=3", "reward.custom_file=None must be the file that has a(), set w"),
     ("null\nreward.custom_file=null\nreward.custom_workers=3", "custom_workers=3 must be left out, or null, unless "),
 ])
 def test_wrong_settings_are_named(custom, message, tmp_path):
@@ -151,19 +150,19 @@ def small(tmp_path: Path, path: str, *settings: str) -> config.Config:
                       "rollout.prompts_per_step=2", "rollout.max_new_tokens=4", "data.eval=null", *settings)
 
 
-def test_a_call_that_is_slow_is_told_apart_from_one_that_dies(tmp_path, capfd):
+def test_a_call_that_is_slow_is_told_apart_from_one_that_dies_and_its_worth_is_the_users_to_say(tmp_path, capfd):
     path = file_of(tmp_path, "import os, signal\ndef reward(text):\n    while 'slow' in text: pass\n"
                              "    if 'kill' in text: os.kill(os.getpid(), signal.SIGKILL)\n"
                              "    if 'big' in text: bytearray(10**13)\n    return 1")
-    cfg = own(path, custom_seconds=0.2, custom_workers=1)
+    cfg = own(path, custom_seconds=0.2, custom_workers=1, custom_ended=-1)
     results = parts(cfg, "slow", "kill", "big", "good", "slow 2")
     limits = calls.RewardFile.of(cfg).limits
     pool = workers.workers(limits)
     assert pool is workers.workers(replace(limits, seconds=9.0)) is not workers.workers(replace(limits, workers=2))
     assert [(p["custom"], p["timed_out"], p["died"]) for p in results] == [
-        (0, 1, 0), (0, 0, 1), (0, 0, 1), (1, 0, 0), (0, 1, 0)]
+        (-1, 1, 0), (-1, 0, 1), (-1, 0, 1), (1, 0, 0), (-1, 1, 0)]
     said = capfd.readouterr().err.splitlines()
-    assert [re.search("a call (.*); its value is 0 ", line)[1] for line in said] == [
+    assert [re.search("a call (.*); its value is -1 ", line)[1] for line in said] == [
         "took more than 0.2 s of computing or 10 times that by the clock (reward.custom_seconds), and was ended (row "
         "q)", "ended its process by signal 9 (row q)",
         "asked for more than 2 GiB of memory (reward.custom_gib) (row q)"]
@@ -256,12 +255,6 @@ def test_the_time_that_loading_takes_is_not_taken_from_the_first_call_of_a_proce
     assert [(p["custom"], p["timed_out"]) for p in results] == [(1, 0)] * 6
 
 
-def test_what_a_call_that_is_ended_is_worth_is_the_users_to_say(tmp_path, capfd):
-    path = file_of(tmp_path, "def reward(text):\n    while 'slow' in text: pass\n    return -0.5")
-    results = parts(own(path, custom_seconds=0.2, custom_workers=1, custom_ended=-1), "slow", "good")
-    assert [p["custom"] for p in results] == [-1, -0.5] and "its value is -1 (reward" in capfd.readouterr().err
-
-
 def test_a_change_while_a_run_is_under_way_is_not_seen(tmp_path):
     path = file_of(tmp_path, "def reward(text):\n    return 0.25")
     cfg = own(path)
@@ -302,7 +295,7 @@ HOSTILE = {
                "it raises KeyError in line 2: 'nothing'; the row has id, question, answer"),
     "own key": (END + "return {}['id']", r"it raises KeyError in line 2: 'id' \(row toy/train/0\)$"),
     "verl's": ("def reward(data_source, solution_str, ground_truth, extra_info=None):\n    return 1",
-               r"reward\(\) asks for data_source, solution_str, ground_truth; it can have text, gold, tokens, row, of"),
+               r"reward\(\) asks for data_source, solution_str, ground_truth; it can have text, gold, tokens, row, turns"),
     "unpicklable": ("class Odd(Exception):\n    def __init__(self, a, b):\n        self.f = lambda: a\n"
                     "    def __str__(self):\n        raise self\n" + END + "raise Odd(1, 2)",
                     "raises Odd in line 7: a Odd"),
@@ -329,7 +322,7 @@ def test_hostile_files_end_in_one_line_or_do_no_harm(case, tmp_path, capfd, monk
             calls.try_functions(cfg.reward, problems)
         return
     train.train(cfg)
-    line, = (x for x in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "rollout/tokens" in x)
+    line, = steps_of(tmp_path / "run")
     out, err = capfd.readouterr()
     assert "Traceback" not in out + err and "mine" not in out and "xxx" not in out
     if case == "none":

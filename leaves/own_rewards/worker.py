@@ -8,18 +8,16 @@ from collections.abc import Callable, Sequence
 
 from infra.user_worker import Source, WrongFile, on_one_line, run_guarded
 
-ARGUMENTS = ("text", "gold", "tokens", "row")  # the completion, the gold answer, tokens sampled, the data row
+
+def call_functions(source: Source, seconds: float, names: Sequence[str], known: dict,
+                   ) -> list[float | None] | str:
+    """Call functions of a file on one completion. They may ask for all that is `known` of it. Returns their
+    values, or an error as text."""
+    return run_guarded(source, seconds, known["row"],
+                       lambda scope: [call_one(scope, name, known) for name in names])
 
 
-def call_functions(source: Source, seconds: float, names: Sequence[str],
-                   values: tuple) -> list[float | None] | str:
-    """Call functions of a file on one completion, `values` of ARGUMENTS. Returns their values, or an error as
-    text."""
-    return run_guarded(
-        source, seconds, values[-1], lambda scope: [call_one(scope, name, values) for name in names])
-
-
-def call_one(scope: dict, name: str, values: tuple) -> float | None:
+def call_one(scope: dict, name: str, known: dict) -> float | None:
     """Call one function, and check its result."""
     function = scope.get(name)
     if not callable(function):
@@ -27,7 +25,7 @@ def call_one(scope: dict, name: str, values: tuple) -> float | None:
         raise WrongFile(
             f"it has no function {name!r} (reward.custom); it has {', '.join(functions) or 'none'}, which "
             "reward.custom={name: weight} calls")
-    value = function(**choose_arguments(name, function, copy.deepcopy(values)))
+    value = function(**choose_arguments(name, function, copy.deepcopy(known)))
     if value is None:
         return None
     number = math.nan
@@ -41,18 +39,20 @@ def call_one(scope: dict, name: str, values: tuple) -> float | None:
     return number
 
 
-def choose_arguments(name: str, function: Callable, values: tuple) -> dict:
+def choose_arguments(name: str, function: Callable, known: dict) -> dict:
     """Choose a function's arguments by the names of its parameters."""
-    known = dict(zip(ARGUMENTS, values, strict=True))
     signature = inspect.signature(function)
-    required, takes_all = [], False
+    chosen, missing = {}, []
     for key, p in signature.parameters.items():
         if p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY):
             raise WrongFile(f"{name}{signature} must take what it asks for by name")
-        takes_all = takes_all or p.kind is p.VAR_KEYWORD
-        if key not in known and p.default is p.empty and p.kind is not p.VAR_KEYWORD:
-            required.append(key)
-    if required:
+        if p.kind is p.VAR_KEYWORD:  # the last one
+            chosen = known
+        elif key in known:
+            chosen[key] = known[key]
+        elif p.default is p.empty:
+            missing.append(key)
+    if missing:
         raise WrongFile(
-            f"{name}() asks for {', '.join(required)}; it can have {', '.join(ARGUMENTS)}, of one completion")
-    return {key: value for key, value in known.items() if takes_all or key in signature.parameters}
+            f"{name}() asks for {', '.join(missing)}; it can have {', '.join(known)}, of one completion")
+    return chosen

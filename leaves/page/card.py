@@ -8,8 +8,8 @@ from huggingface_hub import HfApi, ModelCard
 
 import config
 from config import ConfigError, dump
-from infra.lines import blame_file, is_evaluation, read_log
-from infra.runfolder import state_of
+from infra.lines import blame_file
+from leaves.page.runs import read_run
 from leaves.page.summary import score_cell, scores_of
 from settings.paths import find_path
 
@@ -17,7 +17,7 @@ CARD = """---
 {head}---
 # {name}
 
-`{base}` after {steps} steps of reinforcement learning, by Winnow at commit `{ran_on[commit]}`.
+`{cfg.model.path}` after {cfg.steps} steps of reinforcement learning, by Winnow at commit `{ran_on[commit]}`.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -56,29 +56,28 @@ The completions took {generated:,} tokens, those with a gradient {trained:,}. {r
 
 def write_card(run: Path) -> Path:
     """Write the card of a finished run beside its export. Raises ConfigError."""
-    state = state_of(run)["state"]
-    if state != "finished" or not (run / "hf").is_dir():
-        raise ConfigError(f"the run {run} ({state}) has no model for a card (hf/); let it finish first")
-    cfg, lines = config.load(run / "config.yaml"), read_log(run / "metrics.jsonl")
-    evals = [line for line in lines if is_evaluation(line)] or [{}]
+    logged = read_run(run)
+    if not logged.finished or not (run / "hf").is_dir():
+        raise ConfigError(f"the run {run} ({logged.state['state']}) has no model for a card (hf/); let it "
+                          "finish first")
+    cfg, evals = config.load(run / "config.yaml"), logged.evals or [{}]
     scores = [f"- {score}: {score_cell(evals[0], score)}, then {score_cell(evals[-1], score)}"
               for score in scores_of(evals)]
     base, licence = cfg.model.path, licence_of(cfg.model.path)
     head = {"library_name": "transformers", "pipeline_tag": "text-generation",
-            "tags": ["winnow", "reinforcement-learning"]}
-    head |= {"license": licence} if licence else {}
-    head |= {} if find_path(base).is_dir() else {"base_model": base}
-    head |= {} if find_path(cfg.data.train).exists() else {"datasets": [cfg.data.train]}
+            "tags": ["winnow", "reinforcement-learning"],
+            "license": licence,
+            "base_model": None if find_path(base).is_dir() else base,
+            "datasets": [name for name in cfg.data.train.split(",") if not find_path(name).exists()]}
     with blame_file(run / "env.json"):
         ran_on = json.loads((run / "env.json").read_text())
         text = CARD.format(
-            head=yaml.safe_dump(head, sort_keys=False),
+            head=yaml.safe_dump({key: said for key, said in head.items() if said}, sort_keys=False),
             name=run.resolve().name,
-            base=base,
-            steps=cfg.steps,
+            cfg=cfg,
             scores="\n".join(scores),
-            generated=sum(line.get("rollout/tokens", 0) for line in lines),
-            trained=sum(line.get("train/tokens", 0) for line in lines),
+            generated=sum(line.get("rollout/tokens", 0) for line in logged.lines),
+            trained=sum(line.get("train/tokens", 0) for line in logged.lines),
             ran_on=ran_on,
             libraries=", ".join(f"{name} {version}" for name, version in ran_on["libraries"].items()),
             settings=dump(cfg),

@@ -80,7 +80,7 @@ def draw_sections(groups: Groups) -> dict[str, list[Chart]]:
     left = sorted(left - {"step", *(key for score in scores for key in keys_of(score))})
     sections = {"Held-out answers": [
         Chart(f"{score} against {kind}", "it should rise by more than its interval", [],
-              draw_svg(rows_of(groups, keys_of(score) if alone else [score], kind), score))
+              draw_svg(rows_of(groups, keys_of(score), kind), score))
         for score in scores for kind in (["steps"] if alone else COSTS)]}
     for section, charts in CHARTS.items():
         sections[section] = []
@@ -98,8 +98,10 @@ def draw_sections(groups: Groups) -> dict[str, list[Chart]]:
 
 
 def rows_of(groups: Groups, keys: list[str], kind: str = "steps") -> Rows:
-    """Read metrics of all runs against a kind of cost."""
-    return {label: [run.series(*keys, kind=kind) for run in group] for label, group in groups.items()}
+    """Read the first of these metrics of all runs against a kind of cost. A row of one run has the others,
+    the ends of its interval."""
+    return {label: [run.series(*keys[:None if len(group) == 1 else 1], kind=kind) for run in group]
+            for label, group in groups.items()}
 
 
 def draw_svg(rows: Rows, score: str = "") -> Markup:
@@ -109,6 +111,7 @@ def draw_svg(rows: Rows, score: str = "") -> Markup:
         figure = Figure(figsize=SIZE)
         figure.subplots_adjust(left=0.16, right=0.97, bottom=0.13, top=0.96)
         axes = figure.subplots()
+        axes.margins(y=0.08)
         for i, curves in enumerate(rows.values()):
             style = {"color": f"C{i % 10}", "linestyle": ("-", "--", ":")[i // 10 % 3]}
             for x, y, *_ in curves if len(curves) > 1 else []:

@@ -1,5 +1,7 @@
 """Read run folders, and put the runs of one config together."""
 
+import os
+import re
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
@@ -98,7 +100,7 @@ def name_settings(settings: dict, path: str = "") -> dict[str, Any]:
 
 
 def group_runs(runs: list[LoggedRun]) -> Groups:
-    """Put runs of one config together, under the name of the first one's folder.
+    """Put runs of one config together, under what the names of their folders begin with.
 
     Raises ConfigError for a folder given twice, and for two finished runs of one config and seed: they are
     one observation.
@@ -115,15 +117,19 @@ def group_runs(runs: list[LoggedRun]) -> Groups:
             raise ConfigError(f"of {folders} two have the same config and seed; give each run once")
     if len(groups) == 1:
         return {runs[0].folder.resolve().name: runs}
-    names = short_names([group[0].folder for group in groups.values()])
-    return dict(zip(names, groups.values(), strict=True))
+    folders = [run.folder for run in runs]
+    names = dict(zip(folders, short_names(folders), strict=True))
+    labels = [label_of([names[run.folder] for run in group]) for group in groups.values()]
+    if len({*labels} - {""}) < len(labels):
+        labels = [names[group[0].folder] for group in groups.values()]
+    return dict(zip(labels, groups.values(), strict=True))
 
 
-def differing_settings(groups: list[list[LoggedRun]]) -> list[str]:
-    """Name the settings that differ between groups of runs."""
-    every = [group[0].compared for group in groups]
-    keys = dict.fromkeys(key for settings in every for key in settings)
-    return [key for key in keys if len({repr(settings.get(key, ABSENT)) for settings in every}) > 1]
+def label_of(names: list[str]) -> str:
+    """Return what names begin with, without the number of a seed or its beginning: keep2_s0 and keep2_s1 are
+    keep2, k10 and k11 are k."""
+    begin = os.path.commonprefix(names)
+    return re.sub(r"[\W_]+((s|seed)\d*)?$", "", begin if begin in names else begin.rstrip("0123456789"))
 
 
 def format_value(value: Any) -> str:

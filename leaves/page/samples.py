@@ -52,9 +52,10 @@ def scored_answers(path: Path) -> dict[tuple[str, str], dict]:
         for line in read_log(path):
             responses = line["responses"]
             graded = "verdict" in responses[0]
+            turns = responses[0].get("turns", [responses[0]["text"]])
             score = count_right(line) / len(responses) if graded else mean_reward(responses)
             if score is not None:
                 answers[line["set"], line["id"]] = {
                     **{key: line[key] for key in ("set", "id", "question", "gold")},
-                    "text": responses[0]["text"], "graded": graded, "score": score}
+                    "text": "".join(turns), "graded": graded, "score": score}
     return answers

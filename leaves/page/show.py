@@ -8,18 +8,15 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
-from functools import reduce
-from inspect import cleandoc
-from operator import or_
 from textwrap import fill
 from types import ModuleType
-from typing import Any, get_type_hints
+from typing import Any
 
 import yaml
 
 from config import Config, ConfigError, with_leaves
 from settings import leaves
-from settings.loader import choices, describe
+from settings.loader import choices, describe, hints
 from settings.rules import ONLY_WITH, REQUIRES
 
 REQUIRED = "required"
@@ -57,12 +54,12 @@ def resolved(cfg: Config) -> str:
 
 def lines(section: Any, indent: str = "", first_kind: str = "") -> Iterator[str]:
     """Yield the lines of a section; `first_kind` is the default of its `kind`, if it has one."""
-    hints = get_type_hints(type(section), include_extras=True)
+    types = hints(type(section))
     for field in fields(section):
         value = getattr(section, field.name)
         if is_dataclass(value):
             yield f"{indent}{field.name}:"
-            yield from lines(value, indent + "  ", next(iter(choices(hints[field.name])), ""))
+            yield from lines(value, indent + "  ", next(iter(choices(types[field.name])), ""))
             continue
         default = first_kind if field.name == "kind" else default_of(field)
         changed = f"<- {default}  " if default not in (REQUIRED, as_yaml(value)) else ""
@@ -80,17 +77,18 @@ def describe_settings(section: str = "") -> str:
     if not chosen:
         holding = [name for name, text in texts.items() if f"\n{section} = " in text]
         near = holding or difflib.get_close_matches(section, texts, n=1)
-        meant = [name.partition(".kind=")[0] for name in near]
-        advice = f"Did you mean {meant[0]}?" if near else f"There are: {', '.join(texts)}."
+        advice = f"There are: {', '.join(texts)}."
+        if near:
+            advice = f"Did you mean {near[0].partition('.kind=')[0]}?"
         raise ConfigError(f"--settings {section}: there is no such section. {advice}")
     return "\n\n".join(chosen)
 
 
 def describe_section(title: str, section: type, path: str) -> Iterator[tuple[str, str]]:
     """Yield the title and the text of a section, and of the sections inside it, of each kind by itself."""
-    own = [] if section.__doc__.startswith(f"{section.__name__}(") else [cleandoc(section.__doc__)]
+    own = [] if section.__doc__.startswith(f"{section.__name__}(") else [inspect.cleandoc(section.__doc__)]
     yield title, "\n".join([f"# {title}", *own, *describe_fields(section, path)])
-    for name, hint in get_type_hints(section, include_extras=True).items():
+    for name, hint in hints(section).items():
         options = choices(hint) or ({"": hint} if is_dataclass(hint) else {})
         for kind, option in options.items():
             yield from describe_section(path + name + f".kind={kind}" * bool(kind), option, f"{path}{name}.")
@@ -98,9 +96,8 @@ def describe_section(title: str, section: type, path: str) -> Iterator[tuple[str
 
 def describe_fields(section: type, path: str) -> Iterator[str]:
     """Yield two lines for each of a section's own settings: name, default and values; then its meaning."""
-    hints = get_type_hints(section, include_extras=True)
     for field in fields(section):
-        kind, key = hints[field.name], path + field.name
+        kind, key = hints(section)[field.name], path + field.name
         if field.name == "kind" or is_dataclass(kind) or choices(kind):
             continue
         only = [f"; only with {choice}" for choice, served in of_all("ONLY_WITH", ONLY_WITH).items()
@@ -113,15 +110,16 @@ def describe_fields(section: type, path: str) -> Iterator[str]:
 
 def of_all(name: str, table: dict[str, list]) -> dict[str, list]:
     """Extend a table of settings/rules.py by the tables of this name of all leaves."""
-    modules = map(leaves.settings_of, leaves.LEAVES)
-    return reduce(or_, (getattr(module, name, {}) for module in modules), table)
+    for module in map(leaves.settings_of, leaves.LEAVES):
+        table = table | getattr(module, name, {})
+    return table
 
 
 def describe_rules() -> str:
     text = [f"# {RULES}: a choice, and the values of other settings that it requires"]
     for choice, requirements in of_all("REQUIRES", REQUIRES).items():
-        for key, allowed, why in requirements:
-            text += [f"{choice}: {key} must be {allowed}", indented(why)]
+        for demand, _, why in (entry.partition(": ") for entry in requirements):
+            text += [f"{choice}: {demand.replace('=', ' must be ', 1)}", indented(why)]
     return "\n".join(text)
 
 

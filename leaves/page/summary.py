@@ -30,8 +30,9 @@ def score_cell(line: dict, score: str) -> str:
     """Write a score with its interval; "-" where there is none: no answer has a reward, say."""
     if line.get(score) is None:
         return "-"
-    figures = {key.rpartition("/")[2]: line[key] for key in keys_of(score)}
-    return "-" if None in figures.values() else score_text(figures, score.rpartition("/")[2])
+    place, _, kind = score.rpartition("/")
+    figures = {key: line[f"{place}/{key}"] for key in (kind, *SCORES[kind])}
+    return "-" if None in figures.values() else score_text(figures, kind)
 
 
 def summary(folder: Path) -> str:

@@ -3,7 +3,8 @@
 Methods differ in cost, so scores are read at the budget of steps, tokens or seconds that every finished run
 has reached, between two evaluations on a straight line. That takes three evaluations of each run within the
 budget, the one at the start apart. From three runs of a row on a mean has its 95% interval by Student's t.
-"-" is a figure that one of the runs does not have.
+A row of one run has the interval of the evaluation itself before and at the end. "-" is a figure that one of
+the runs does not have.
 """
 
 from collections.abc import Callable
@@ -11,13 +12,15 @@ from functools import partial
 
 import numpy as np
 
-from leaves.page.runs import ABSENT, COSTS, Groups, LoggedRun, differing_settings, format_value
-from leaves.page.summary import phase_seconds, scores_of
+from leaves.page.runs import ABSENT, COSTS, Groups, LoggedRun, format_value
+from leaves.page.summary import phase_seconds, score_cell, scores_of
 from settings.loader import ConfigError
 from verify.paired import half_width
 
 LEAST_RUNS = 3         # an interval needs so many runs
 LEAST_EVALUATIONS = 3  # and a score at a budget so many evaluations within it
+AT_BUDGET = ("at the budget that every run reached "
+             f"(95% intervals from {LEAST_RUNS} runs on; -: less than {LEAST_EVALUATIONS} evaluations)")
 Table = list[list[str]]  # rows of cells, the head first
 Columns = dict[str, Callable[[LoggedRun], float]]  # head -> figure of a run; nan: it has none
 
@@ -33,11 +36,12 @@ def make_tables(groups: Groups, level: float | None) -> dict[str, Table]:
     scores = scores_of([line for group in finished.values() for run in group for line in run.evals])
     for score in scores:
         evaluated = keep_runs(finished, lambda run, score=score: len(run.series(score)[0]) > 0)
-        tables[f"{score}, at the budget that every run reached"] = score_table(evaluated, score)
-        if level is not None and score.endswith("accuracy") == scores[0].endswith("accuracy"):
-            if score.endswith("accuracy") and not 0 < level <= 100:
+        tables[f"{score} {AT_BUDGET}"] = score_table(evaluated, score)
+        percent = score.endswith("accuracy")
+        if level is not None and percent == scores[0].endswith("accuracy"):
+            if percent and not 0 < level <= 100:
                 raise ConfigError(f"--level {level:g} must be above 0 and at most 100, a percentage")
-            goal = level / 100 if score.endswith("accuracy") else level
+            goal = level / 100 if percent else level
             tables[f"{score}: cost until an evaluation at {format_score(goal, score)}"] = tabulate(
                 evaluated, {kind: partial(cost_until, score, kind, goal) for kind in COSTS})
     return tables | ({"Cost of a whole run": cost_table(finished)} if finished else {})
@@ -58,7 +62,10 @@ def tabulate(groups: Groups, columns: Columns, score: str = "") -> Table:
 
 def settings_table(groups: Groups) -> Table:
     """Tabulate the settings that differ between rows."""
-    keys, rows = differing_settings(list(groups.values())), []
+    every = [group[0].compared for group in groups.values()]
+    keys = dict.fromkeys(key for settings in every for key in settings)
+    keys = [key for key in keys if len({repr(settings.get(key, ABSENT)) for settings in every}) > 1]
+    rows = []
     for label, group in groups.items():
         own, seeds = group[0].settings, ", ".join(str(run.settings.get("seed", 0)) for run in group)
         rows.append([label, seeds, *(format_value(own.get(key, ABSENT)) for key in keys)])
@@ -71,7 +78,12 @@ def score_table(groups: Groups, score: str) -> Table:
     for kind in COSTS:
         budget = min(run.series(score, kind=kind)[0][-1] for group in groups.values() for run in group)
         columns[f"{format_amount(budget)} {kind}"] = partial(value_within, score, kind, budget)
-    return tabulate(groups, columns | {"at its end": lambda run: run.series(score)[1][-1]}, score)
+    table = tabulate(groups, columns | {"at its end": lambda run: run.series(score)[1][-1]}, score)
+    for row, group in zip(table[1:], groups.values(), strict=True):
+        if len(group) == 1:  # the interval of the evaluation itself
+            lines = [line for line in group[0].evals if line.get(score) is not None]
+            row[2], row[-1] = score_cell(lines[0], score), score_cell(lines[-1], score)
+    return table
 
 
 def cost_table(groups: Groups) -> Table:
@@ -115,12 +127,14 @@ def format_score(value: float, score: str) -> str:
 
 
 def mean_interval(value_R: np.ndarray, score: str = "") -> tuple[np.ndarray, ...]:
-    """Compute the mean over runs and, from LEAST_RUNS on, the ends of its interval, where possible."""
+    """Compute the mean over runs and, from LEAST_RUNS on, the ends of its interval, where possible: equal
+    scores say nothing of it."""
     middle = value_R.mean(axis=0)
-    if len(value_R) < LEAST_RUNS:
+    if len(value_R) < LEAST_RUNS or score and not np.ptp(value_R):
         return (middle,)
-    half, bounds = half_width(value_R), (0, 1) if score.endswith("accuracy") else (-np.inf, np.inf)
-    return middle, np.clip(middle - half, *bounds), np.clip(middle + half, *bounds)
+    low, high = (0, 1) if score.endswith("accuracy") else (-np.inf if score else 0, np.inf)
+    half = half_width(value_R)
+    return middle, np.clip(middle - half, low, high), np.clip(middle + half, low, high)
 
 
 def format_mean(values: list[float], score: str = "") -> str:

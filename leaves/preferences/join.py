@@ -58,15 +58,13 @@ class Pairs:
         ratio_NG = log_ratios(learner, prepared, reward_NG)
         if settings.kind == "preference":
             adv_NG = preference_advantage(ratio_NG, reward_NG, settings)
-            chosen_NGG = mark_pairs(reward_NG, settings.pairs)
         else:
             adv_NG = group_weight(ratio_NG, minibatch.adv_NG, settings.beta) * minibatch.adv_NG
-            chosen_NGG = mark_pairs(reward_NG, "all")
         compared = []
         for given in prepared:
             adv_S = torch.stack([adv_NG[n, g] for n, g in given.row.members]).to(given.adv_C)
             compared.append(replace(given, adv_C=adv_S[given.row.segment_C]))
-        margin = (ratio_NG[:, :, None] - ratio_NG[:, None, :])[chosen_NGG]
+        margin = (ratio_NG[:, :, None] - ratio_NG[:, None, :])[mark_pairs(reward_NG, settings.pairs)]
         self.count += len(margin)
         self.margin += margin.sum().item()
         self.right += (margin > 0).sum().item()
@@ -75,11 +73,12 @@ class Pairs:
     def metrics(self, *_: object) -> Metrics:
         """Compute means over the pairs of all optimizer steps of an update, and begin anew; empty without
         pairs."""
-        count, margin, right = self.count, self.margin, self.right
+        measured = {}
+        if self.count:
+            measured = {"preference/margin": self.margin / self.count,
+                        "preference/accuracy": self.right / self.count}
         self.__init__()
-        if not count:
-            return {}
-        return {"preference/margin": margin / count, "preference/accuracy": right / count}
+        return measured
 
 
 def log_ratios(learner: Any, prepared: list[PreparedRow], reward_NG: Tensor) -> Tensor:
@@ -92,7 +91,7 @@ def log_ratios(learner: Any, prepared: list[PreparedRow], reward_NG: Tensor) -> 
         if row.counts:
             n_S, g_S = torch.tensor(row.members).T
             mine_NG[n_S, g_S] = segment_sum(gap_C.double(), row.segment_C).cpu()
-    return torch.stack(dist.gather([mine_NG])).sum(dim=0)
+    return sum(dist.gather([mine_NG]))
 
 
 def mark_pairs(reward_NG: Tensor, pairs: str) -> Tensor:

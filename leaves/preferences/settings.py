@@ -26,6 +26,7 @@ class Preference(OfPairs):
 @kind
 class GroupPreference(OfPairs):
     """DGPO (arXiv:2510.08425) for language models: a group weighs less once the policy tells it apart."""
+    pairs = "all"                  # that are counted
     kind: Literal["group_preference"] = "group_preference"
     beta: Positive = 0.1           # how far the log-ratios count
 
@@ -35,11 +36,11 @@ HOOKS = ("parts",)
 ONLY_WITH = {"advantage.gap": ["advantage.c_max", "advantage.c_min", "advantage.steepness"]}
 REQUIRES = {
     "advantage.kind=preference or group_preference": [
-        ("loss.trust.kind", "none", "only then is its gradient the preference loss's"),
-        ("loss.normalize", "sum", "only then is its gradient the preference loss's"),
-        ("prune.completions.kind", "none", "no weight makes up for half of a pair"),
-        ("prune.tokens.kind", "none", "its log-ratio is over all tokens"),
-        ("loss.tis_cap", "null", "it is not a mean over the engine's samples"),
-        ("loss.mask_ratio", "null", "it is not a mean over the engine's samples"),
+        "loss.trust.kind=none: only then is its gradient the preference loss's",
+        "loss.normalize=sum: only then is its gradient the preference loss's",
+        "prune.completions.kind=none: no weight makes up for half of a pair",
+        "prune.tokens.kind=none: its log-ratio is over all tokens",
+        "loss.tis_cap=null: it is not a mean over the engine's samples",
+        "loss.mask_ratio=null: it is not a mean over the engine's samples",
     ],
 }

@@ -1,23 +1,17 @@
-"""Preferences within groups: pairs, weights, and how the losses reduce to one another. Their gradients are compared
-with autograd of the textbook losses in test_objectives.py, and cuts, orders and ranks in test_invariance.py."""
+"""Preferences within groups: pairs, and advantages of completions without a reward. Gradients are compared with autograd
+of the textbook losses in test_objectives.py, and cuts, orders and ranks in test_invariance.py."""
 
 import math
-from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
-from conftest import as_batch, as_rewards, make_groups, nudge, parts_of, toy_config
-from test_objectives import compare, gradient_of
+from conftest import steps_of, toy_config
 
 import config
 import train
-from config import has_reference
-from infra import runfolder
-from leaves.preferences import join as preference
-from leaves.preferences.join import Pairs, group_weight, madpo_weight, mark_pairs, preference_advantage
-from leaves.preferences.settings import GroupPreference, Preference
-from prune import keep_all
+from leaves.preferences.join import Pairs, madpo_weight, mark_pairs, preference_advantage
+from leaves.preferences.settings import Preference
 from settings.loader import ConfigError
 
 NAN = math.nan
@@ -63,58 +57,6 @@ def test_advantages_are_the_negative_derivative_of_the_loss_by_log_ratios(reward
     assert not adv_NG[1 if reward_NG is REWARD_NG else 2].nan_to_num().any()
 
 
-def test_rpo_without_its_likelihood_is_dpo_and_with_it_adds_the_chosen():
-    plain, more = (preference_advantage(RATIO_NG, REWARD_NG, Preference(likelihood=eta)) for eta in (0.0, 0.3))
-    chosen_NG = torch.tensor([[0.5, 0, 0, 0.5], [0, 0, 0, 0], [0, 0, 1, 0]], dtype=torch.float64)  # share of the pairs
-    torch.testing.assert_close(more - plain, 4 * 0.1 * 0.3 * chosen_NG)  # beta is 0.1
-
-
-def test_madpo_with_rewards_of_0_and_1_is_dpo_times_a_constant_and_with_graded_ones_is_not():
-    for gap in (0.5, 2.0):
-        adaptive, plain = (preference_advantage(RATIO_NG, REWARD_NG, Preference(gap=g)) for g in (gap, None))
-        c = 0.5 + 1.5 / (1 + 2 * math.exp(1 - gap))
-        torch.testing.assert_close(adaptive, plain * (1 + math.exp(-1)) / (1 + math.exp(-c)))
-    adaptive, plain = (preference_advantage(RATIO_NG, GRADED_NG, Preference(gap=g)) for g in (2.0, None))
-    factor = (adaptive / plain)[0]
-    assert factor.max() > factor.min() * 1.05
-
-
-def test_madpos_weight_is_one_at_the_gap_and_above_it_for_smaller_differences():
-    settings = Preference(gap=2.0, c_max=4.0, c_min=0.25, steepness=3.0)
-    weight = madpo_weight(torch.tensor([0.0, 1.0, 2.0, 3.0, 60.0], dtype=torch.float64), settings)
-    assert weight[[0, 2, 4]].tolist() == pytest.approx([1, 1, 1]) and weight[1] > 1 > weight[3]
-
-
-def test_dgpos_weight_fades_as_a_group_is_told_apart():
-    adv_NG = REWARD_NG - REWARD_NG.mean(dim=1, keepdim=True)
-    zero_NG = torch.zeros_like(adv_NG)
-    assert group_weight(zero_NG, adv_NG, 5.0).tolist() == [[0.5]] * 3
-    weights = [group_weight(scale * adv_NG, adv_NG, 1.0)[:, 0] for scale in (-9, 0, 1, 9)]
-    for lower, higher in zip(weights[1:], weights, strict=False):
-        assert (lower < higher).tolist() == [True, False, True]
-    one = group_weight(RATIO_NG, adv_NG, 0.8)[2]
-    assert one.item() == pytest.approx(1 / (1 + math.exp(0.8 / 4 * float((adv_NG[2] * RATIO_NG[2]).sum()))))
-
-
-def test_dgpo_with_weights_of_one_is_grpo_without_the_deviation(tiny, tmp_path, monkeypatch):
-    """Bit for bit, after a first update."""
-    groups = make_groups([[3, 9, 5, 2], [4, 1, 7, 8]], [5, 1])
-    reward_NG = torch.tensor([[1.0, 0, 0, 1], [1, 1, 0, 1]], dtype=torch.float64)
-    gradients = {}
-    monkeypatch.setattr(preference, "group_weight", lambda ratio_NG, adv_NG, beta: torch.ones_like(adv_NG[:, :1]))
-    for kind in ("group_preference", "centred"):
-        cfg = toy_config(tmp_path / kind, f"model.path={tiny}", "rollout.group_size=4", "loss.trust.kind=none",
-                         "loss.normalize=sum", f"advantage.kind={kind}", name="grpo_toy.yaml")
-        parts = parts_of(cfg, tiny)
-        nudge(parts.learner.policy, 0.02)
-        adv_NG = compare(parts, groups, as_rewards({"accuracy": reward_NG}, {"accuracy": 1.0}))
-        batch = replace(as_batch(groups, adv_NG, keep_all(adv_NG)), reward_NG=reward_NG)
-        gradients[kind], _ = gradient_of(parts.learner, batch, moved=0.03)
-    assert any(g.any() for g in gradients["centred"].values())
-    for name, expected in gradients["centred"].items():
-        assert gradients["group_preference"][name].equal(expected), name
-
-
 @pytest.mark.slow
 def test_margins_are_of_the_policy_before_each_optimizer_step(tmp_path, monkeypatch):
     """At the first of a run the policy is the reference, so every margin is 0; later ones are what was learnt."""
@@ -131,9 +73,8 @@ def test_margins_are_of_the_policy_before_each_optimizer_step(tmp_path, monkeypa
     first, both = told
     assert first[1] == 0 == first[2]
     assert both[1] / (both[0] - first[0]) > 0.1
-    lines = [line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "train/loss" in line]
-    assert lines[0]["preference/margin"] == pytest.approx(both[1] / both[0])
-    assert 0 < lines[0]["preference/accuracy"] < 1
+    line, = steps_of(tmp_path / "run")
+    assert line["preference/margin"] == pytest.approx(both[1] / both[0]) and 0 < line["preference/accuracy"] < 1
 
 
 def test_metrics_are_left_out_where_there_are_no_pairs():
@@ -160,10 +101,3 @@ def test_metrics_are_left_out_where_there_are_no_pairs():
 def test_what_a_preference_cannot_go_with_is_refused(changes, said):
     with pytest.raises(ConfigError, match=said):
         config.load(["odpo_gsm8k.yaml", "toy.yaml"], changes)
-
-
-def test_a_preference_has_a_reference_and_room_for_it():
-    kinds = {name: config.load(f"{name}_gsm8k.yaml") for name in ("odpo", "rpo", "madpo", "dgpo")}
-    kinds["grpo"] = config.load("grpo_toy.yaml")
-    assert {name: has_reference(cfg) for name, cfg in kinds.items()} == dict.fromkeys(kinds, True) | {"grpo": False}
-    assert isinstance(kinds["dgpo"].advantage, GroupPreference) and kinds["madpo"].advantage.gap == 2

@@ -5,18 +5,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TOY, load, toy_config, weights, write_tiny
+from conftest import TOY, load, toy_config, unshared, weights, write_tiny
 from test_data import edit
 
 import learner
 import train
+from infra.checks import Ready
 from infra.choices import resolve_auto
 from infra.lines import read_log
 from learner import Learner
 from leaves.lora import join as lora
-from leaves.preflight import checks as preflight
+from leaves.preflight import join as preflight
 from policy import Weights
-from records import Problem, Segments
+from records import Problem
 from rollout import TorchEngine
 from settings import leaves
 from settings.loader import ConfigError
@@ -34,7 +35,8 @@ def short_config(tmp_path, model, *settings):
 def failing(cfg) -> list[str]:
     task = train.load_task(cfg)
     cfg = resolve_auto(cfg, task.source)
-    checks = preflight.run_checks(cfg, *train.load_models(cfg, task, leaves.through("weights", cfg, Weights())), task)
+    models = train.load_models(cfg, task, leaves.through("weights", cfg, Weights()))
+    checks = preflight.before_run(cfg, Ready(cfg, *models, task)).checks
     assert [c.name for c in checks] == NAMES
     return [c.name for c in checks if not c.passed]
 
@@ -93,10 +95,10 @@ def test_an_engine_one_update_behind_is_seen_by_the_preflight_and_by_the_metric(
 
 SDPA, LOG_PROBS, GENERATE = learner.BACKENDS["sdpa"], Learner.log_probs, TorchEngine.generate
 FAULTS = {  # every key of a row up to a token's own place, whichever sequence it belongs to
-    "attention": (learner, "BACKENDS", {"sdpa": lambda segments: SDPA(Segments.plain([sum(segments.queries)]))}),
+    "attention": (learner, "BACKENDS", {"sdpa": lambda segments: SDPA(unshared([sum(segments.queries)]))}),
     "gradient": (Learner, "log_probs", lambda self, model, row: LOG_PROBS(self, model, row) + (
         0.01 if torch.is_grad_enabled() else 0.0)),
-    "temperature": (TorchEngine, "generate", lambda self, asked, temperature: GENERATE(self, asked, 1.0)),
+    "temperature": (TorchEngine, "generate", lambda self, asked, temperature, progress: GENERATE(self, asked, 1.0)),
     # although an adapter adds nothing yet
     "adapter": (lora.Adapted, "merged", lambda layer: [("weight", layer.weight), ("bias", layer.bias)][
         :1 + (layer.bias is not None)]),

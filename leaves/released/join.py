@@ -14,13 +14,11 @@ PLACE = "data.system_prompt"
 
 
 def read(raw: Raw, layers: Raw) -> Raw:
-    """Put the text in the place of the section that names it. Raises ConfigError."""
-    text = text_of(build(Text, look_up(raw, PLACE), f"{PLACE}."))
-    return merge(layers, {"data": {"system_prompt": text}})
+    """Put the text, as the program sees it that has the file, in the place of the section that names it.
 
-
-def text_of(source: Text) -> str:
-    """Read a text, as the program sees it that has the file. Raises ConfigError."""
+    Raises ConfigError.
+    """
+    source = build(Text, look_up(raw, PLACE), f"{PLACE}.")
     path = find_path(source.file)
     try:
         content = path.read_bytes().decode()  # line ends as they are
@@ -35,7 +33,7 @@ def text_of(source: Text) -> str:
     if source.sha256 not in (None, digest):
         raise ConfigError(f"{PLACE}.sha256={source.sha256} must be {digest}, which the text in {path} has: "
                           "check out the commit that the hash is of, or leave it out")
-    return text
+    return merge(layers, {"data": {"system_prompt": text}})
 
 
 def value_of(path: Path, content: str, field: str) -> Any:

@@ -11,6 +11,7 @@ C completion tokens of one packed row.
 import math
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from infra import dist, runfolder, terminal
 from infra.lines import append, mend_log
 from leaves.soft_value.settings import SoftValue
 from loss import segment_sum
-from records import Group, PreparedRow, Prompt, Request, Rewards, frozen
+from records import Group, PreparedRow, Prompt, Request, Rewards
 from settings.loader import ConfigError
 
 ROUNDS_A_WRITE = 8  # all decoding slots are filled so often between two writes of the table
@@ -39,20 +40,15 @@ def parts(cfg: Any, run: Any) -> Any:
 
 def begin(cfg: Any, run: Any) -> Any:
     """Estimate V* of all prompts and compare rewards with it."""
-    table = estimate_table(run.sampler, run.task.prompts, cfg.advantage, Path(cfg.out), sampled=run.first > 0)
-    return replace(run, advantage=table.advantage)
+    folder, sampled = Path(cfg.out), run.first > 0
+    values = estimate_table(run.sampler, run.task.prompts, cfg.advantage, folder, sampled)
+    return replace(run, advantage=partial(subtract_values, values))
 
 
-@frozen
-class SoftValues:
-    """V* of every training prompt, by its id."""
-
-    values: dict[str, float]
-
-    def advantage(self, groups: list[Group], rewards: Rewards, _: SoftValue) -> Tensor:
-        """Subtract V* of the prompt from each reward, [N, G]."""
-        value_N = torch.tensor([self.values[group.prompt.id] for group in groups], dtype=torch.float64)
-        return rewards.total_NG - value_N[:, None]
+def subtract_values(values: dict[str, float], groups: list[Group], rewards: Rewards, _: SoftValue) -> Tensor:
+    """Subtract V* of the prompt, by its id, from each reward, [N, G]."""
+    value_N = torch.tensor([values[group.prompt.id] for group in groups], dtype=torch.float64)
+    return rewards.total_NG - value_N[:, None]
 
 
 def residual_advantage(logp_C: Tensor, prepared: PreparedRow, adv_C: Tensor, beta: float) -> Tensor:
@@ -83,32 +79,32 @@ def estimate_table(
     settings: SoftValue,
     folder: Path,
     sampled: bool,
-) -> SoftValues:
-    """Estimate V* of all prompts by the initial policy, which the engine holds.
+) -> dict[str, float]:
+    """Estimate V* of all prompts, by id, by the initial policy, which the engine holds.
 
     Rewards are appended to soft_values.jsonl, so that an interrupted run samples only missing prompts. After
     the first step all were `sampled`, and are only read. Raises ConfigError if some are missing then.
     """
     path = folder / runfolder.SOFT_VALUES
     lines = dist.on_first(mend_log, path)
-    rewards_by_id = {line["id"]: line["rewards"] for line in lines}
-    missing = [prompt for prompt in prompts if prompt.id not in rewards_by_id]
+    known = {line["id"] for line in lines}
+    missing = [prompt for prompt in prompts if prompt.id not in known]
     if missing and sampled:
         raise ConfigError(
             f"{path} lacks {len(missing)} of {len(prompts)} prompts, which only the initial policy can be "
             "asked for; restore the file, or begin another run with --set out=...")
     at_once = ROUNDS_A_WRITE * sampler.sampling.slots * dist.world_size()
     chunk = max(1, at_once // settings.samples)
-    hidden = True if dist.rank() > 0 else None  # None: unless there is a terminal
+    first = dist.rank() == 0
+    hidden = None if first else True  # None: unless there is a terminal
     for start in tqdm(range(0, len(missing), chunk), "soft values", unit="batch", disable=hidden):
-        asked = missing[start:start + chunk]
-        if dist.rank() == 0:
-            terminal.print_progress(f"soft values: {len(rewards_by_id)}/{len(prompts)} prompts")
-        sampled_rewards = sample_rewards(sampler, asked, settings.samples)
-        for prompt, rewards in zip(asked, sampled_rewards, strict=True):
-            rewards_by_id[prompt.id] = rewards
-            if dist.rank() == 0:
-                append(path, {"id": prompt.id, "rewards": rewards})
+        if first:
+            terminal.print_progress(f"soft values: {len(lines)}/{len(prompts)} prompts")
+        sampled_lines = sample_rewards(sampler, missing[start:start + chunk], settings.samples)
+        lines += sampled_lines
+        if first:
+            append(path, *sampled_lines)
+    rewards_by_id = {line["id"]: line["rewards"] for line in lines}
     ids = [prompt.id for prompt in prompts]
     reward_NK = torch.tensor([rewards_by_id[id] for id in ids], dtype=torch.float64)
     values = dict(zip(ids, soft_value(reward_NK, settings.beta).tolist(), strict=True))
@@ -117,14 +113,15 @@ def estimate_table(
         raise ConfigError(
             f"advantage.kind=soft_value: no sample of {len(unknown)} prompts has a reward, {unknown[0]} "
             "among them; leave them out, or set another advantage.kind")
-    return SoftValues(values)
+    return values
 
 
-def sample_rewards(sampler: Sampler, prompts: list[Prompt], count: int) -> list[list[float]]:
-    """Sample `count` completions of each prompt and return their rewards."""
+def sample_rewards(sampler: Sampler, prompts: list[Prompt], count: int) -> list[dict]:
+    """Sample `count` completions of each prompt and return their rewards, as lines of soft_values.jsonl."""
     limit = sampler.sampling.max_new_tokens
     requests = [Request(prompt, dist.seed_for(sampler.seed, prompt.id, k, "reference"), limit)
                 for prompt in prompts for k in range(count)]
-    samples = sampler.complete(requests)
-    groups = [Group(prompt, tuple(samples[n * count:(n + 1) * count])) for n, prompt in enumerate(prompts)]
-    return sampler.score(groups).total_NG.tolist()
+    samples = iter(sampler.complete(requests))
+    groups = [Group(prompt, tuple(islice(samples, count))) for prompt in prompts]
+    rewards = sampler.score(groups).total_NG.tolist()
+    return [{"id": prompt.id, "rewards": own} for prompt, own in zip(prompts, rewards, strict=True)]

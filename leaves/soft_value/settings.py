@@ -24,8 +24,8 @@ CHOICES = {"advantage=soft_value": SoftValue}
 HOOKS = ("parts", "begin")
 REQUIRES = {
     "advantage.residual": [
-        ("loss.trust.kind", "none", "only then is its gradient the squared loss's"),
-        ("loss.normalize", "sum", "only then is its gradient the squared loss's"),
-        ("prune.tokens.kind", "none", "its log-ratio is over all tokens"),
+        "loss.trust.kind=none: only then is its gradient the squared loss's",
+        "loss.normalize=sum: only then is its gradient the squared loss's",
+        "prune.tokens.kind=none: its log-ratio is over all tokens",
     ],
 }

@@ -17,7 +17,6 @@ Dimension key:  N groups.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +24,7 @@ from collect import Sampler
 from infra import dist
 from leaves.votes.settings import Votes
 from records import Batch, Group, Metrics, PromptDraw, Rewards, Rolled, Sample, frozen
-from verify.extract import extract, until_end
+from verify.extract import extract
 from verify.grade import VERIFY_SECONDS, judge
 from verify.statistics import reduce_spelling
 
@@ -37,17 +36,13 @@ Ballot = list[str | None]  # the vote of each completion: the first answer of it
 def count_needed(settings: Votes) -> int:
     """Compute the lead in votes that ends sampling, k = ceil(log threshold / log(p0 / p1)): with p0 0.6,
     p1 0.1 and threshold 19 it is 2."""
-    evidence = math.log(settings.right / settings.other)  # of one vote
-    return math.ceil(math.log(settings.threshold) / evidence - 1e-9)
+    return math.ceil(math.log(settings.threshold, settings.right / settings.other) - 1e-9)
 
 
 def find_leader(ballot: Ballot) -> tuple[str | None, int]:
     """Return the leader, among equals the first, and its lead over the runner-up in votes."""
-    ranking = Counter(filter(None, ballot)).most_common(2)
-    if not ranking:
-        return None, 0
-    votes_of_second = ranking[1][1] if len(ranking) > 1 else 0
-    leader, votes = ranking[0]
+    ranking = [*Counter(filter(None, ballot)).most_common(2), (None, 0), (None, 0)]
+    (leader, votes), (_, votes_of_second) = ranking[:2]
     return leader, votes - votes_of_second
 
 
@@ -57,8 +52,8 @@ def first_equal(golds: list[str], answer: str) -> str | None:
     return next((gold for gold in golds if verdicts[gold, answer] == "right"), None)
 
 
-def classify(answers: Sequence[str | None], equal: Callable[[list[str], str], str | None]) -> Ballot:
-    """Let answers vote: for the class of the same spelling, or else for an `equal` one of the leading
+def classify(answers: list[str | None]) -> Ballot:
+    """Let answers vote: for the class of the same spelling, or else for an equal one of the leading
     COMPARED_CLASSES, or else for a class of their own. None does not vote."""
     class_of: dict[str, str] = {}  # by spelling
     ballot = []
@@ -66,7 +61,7 @@ def classify(answers: Sequence[str | None], equal: Callable[[list[str], str], st
         key = reduce_spelling(answer)
         if key and key not in class_of:
             leaders = [known for known, _ in Counter(filter(None, ballot)).most_common(COMPARED_CLASSES)]
-            class_of[key] = equal(leaders, answer) or answer
+            class_of[key] = first_equal(leaders, answer) or answer
         ballot.append(class_of[key] if key else None)
     return ballot
 
@@ -79,7 +74,7 @@ class Vote:
     lead: int               # votes over the runner-up
     completions: int
     tokens: int
-    label_right: bool | None     # by the data's own label, if there is one; for the metrics
+    label_accuracy: bool | None  # by the data's own label, if there is one; for the metrics
     accuracy: float | None       # share of the group's completions that are right by it
 
 
@@ -90,26 +85,15 @@ class VotedGroup(Group):
     vote: Vote
 
 
-VOTES = {  # field of a Vote -> its metric
-    "completions": "votes/completions",
-    "lead": "votes/lead",
-    "label_right": "votes/label_accuracy",
-    "accuracy": "votes/accuracy",
-}
-
-
 def vote_metrics(rolled: Rolled, batch: Batch) -> Metrics:
     """Compute means over the groups of a step, and the tokens of all completions that voted, which were all
     sampled."""
     votes = [group.vote for group in rolled.groups]
-    if not votes:
-        return {}
     metrics = {"rollout/tokens": sum(vote.tokens for vote in votes)}
-    for name, key in VOTES.items():
-        values = [getattr(vote, name) for vote in votes]
-        known = [value for value in values if value is not None]
+    for name in ("completions", "lead", "label_accuracy", "accuracy"):
+        known = [value for vote in votes if (value := getattr(vote, name)) is not None]
         if known:
-            metrics[key] = sum(known) / len(known)
+            metrics[f"votes/{name}"] = sum(known) / len(known)
     return metrics
 
 
@@ -132,24 +116,19 @@ class VotingSampler:
         groups = self.sampler.rollout(draws)
         kept = [draw for draw in draws if draw.kept]
         samples = [list(group.samples) for group in groups]
-        ballots = [[] for _ in groups]
-        settings, needed = self.settings, count_needed(self.settings)
-        undecided = list(range(len(groups)))
-        while True:
+        ballots = self.vote(samples)
+        needed, most, chunk = count_needed(self.settings), self.settings.most, self.settings.chunk
+        for count in range(self.sampler.sampling.group_size, most, chunk):  # that the undecided have
+            undecided = [n for n, ballot in enumerate(ballots) if find_leader(ballot)[1] < needed]
+            if not undecided:
+                break
+            following = range(count, min(count + chunk, most))  # as a larger group would have them
+            added = self.sampler.rollout([kept[n] for n in undecided], following)
+            for n, group in zip(undecided, added, strict=True):
+                samples[n] += group.samples
             voted = self.vote([samples[n] for n in undecided])
             for n, ballot in zip(undecided, voted, strict=True):
                 ballots[n] = ballot
-            unclear = [n for n in undecided if find_leader(ballots[n])[1] < needed]
-            undecided = [n for n in unclear if len(ballots[n]) < settings.most]
-            if not undecided:
-                break
-            numbers = []  # the ones that follow, as a larger group would have them
-            for n in undecided:
-                first = len(samples[n])
-                numbers.append(range(first, min(first + settings.chunk, settings.most)))
-            added = self.sampler.rollout([kept[n] for n in undecided], numbers)
-            for n, group in zip(undecided, added, strict=True):
-                samples[n] += group.samples
         # Each rank compares the labels of its `local_slice` with the data's.
         counted = list(zip(groups, ballots, samples, strict=True))
         votes = dist.gather([sum_up_votes(*given) for given in dist.local_slice(counted)])
@@ -160,9 +139,8 @@ class VotingSampler:
         """Read the votes of each prompt's completions; each rank reads its `local_slice`."""
         ballots = []
         for of_prompt in dist.local_slice(samples):
-            texts = [self.sampler.tokenizer.read(s.ids[:s.end]) for s in of_prompt]
-            answers = [extract(until_end(text)) for text in texts]
-            ballots.append(classify(answers, first_equal))
+            answers = [extract(self.sampler.tokenizer.read(sample)[-1]) for sample in of_prompt]
+            ballots.append(classify(answers))
         return dist.gather(ballots)
 
     def score(self, groups: list[Group]) -> Rewards:
@@ -174,12 +152,12 @@ def sum_up_votes(group: Group, ballot: Ballot, samples: list[Sample]) -> Vote:
     """Sum up a prompt's votes. The label of the data, if there is one, is read here and nowhere else."""
     label, lead = find_leader(ballot)
     gold = group.prompt.answer
-    label_right = accuracy = None
+    label_accuracy = accuracy = None
     if gold:
         answers = set(filter(None, ballot))
         right = {answer for answer in answers if first_equal([gold], answer)}
         of_group = ballot[:len(group.samples)]
-        label_right = label in right
+        label_accuracy = label in right
         accuracy = sum(answer in right for answer in of_group) / len(of_group)
     tokens = sum(sample.own for sample in samples)
-    return Vote(label, lead, len(samples), tokens, label_right, accuracy)
+    return Vote(label, lead, len(samples), tokens, label_accuracy, accuracy)

@@ -21,7 +21,7 @@ class Votes:
 
 CHOICES = {"labels=votes": Votes}
 HOOKS = ("parts",)
-REQUIRES = {"labels.kind=votes": [("windows.tokens", "null", "unfinished answers do not vote")]}
+REQUIRES = {"labels.kind=votes": ["windows.tokens=null: unfinished answers do not vote"]}
 
 
 def rules(cfg: Any) -> Iterator[Rule]:

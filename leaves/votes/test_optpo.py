@@ -7,12 +7,11 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import ROOT, TOY, make_groups, parts_of, toy_config, weights
+from conftest import ROOT, TOY, make_groups, parts_of, steps_of, toy_config, weights
 
 import config
 import data
 import train
-from infra import runfolder
 from leaves.votes import join as optpo
 from leaves.votes.settings import Votes
 from records import Rolled
@@ -47,19 +46,19 @@ def test_the_leader_is_who_has_most_votes_and_of_equals_the_first(ballot, leader
 def test_equal_answers_are_one_class_by_number_spelling_and_the_verifier():
     given = [r"\frac{1}{2}", "0.5", None, "7", r"x+1", "1/2", "1+x", "07", "", r"$7$"]
     ballot = [r"\frac{1}{2}", r"\frac{1}{2}", None, "7", "x+1", r"\frac{1}{2}", "x+1", "7", None, "7"]
-    assert optpo.classify(given, optpo.first_equal) == ballot
+    assert optpo.classify(given) == ballot
     for count in range(len(given)):  # more completions change no vote
-        assert optpo.classify(given[:count], optpo.first_equal) == ballot[:count]
+        assert optpo.classify(given[:count]) == ballot[:count]
     assert optpo.first_equal(["y", "1+x", r"\frac{2x+2}{2}"], "x+1") == "1+x"
     assert optpo.first_equal(["y"], "x+1") is None
 
 
-def test_a_spelling_is_compared_once_and_with_few_classes():
+def test_a_spelling_is_compared_once_and_with_few_classes(monkeypatch):
     """A pair may take the verifier seconds."""
     asked = []
     given = ["a", "a", "b", "c", "d", "e", "e", "f", "f"]
-    ballot = optpo.classify(given, lambda leaders, answer: asked.append((leaders, answer)))
-    assert ballot == given
+    monkeypatch.setattr(optpo, "first_equal", lambda leaders, answer: asked.append((leaders, answer)))
+    assert optpo.classify(given) == given
     assert asked == [([], "a"), (["a"], "b"), (["a", "b"], "c"), (["a", "b", "c"], "d"), (["a", "b", "c", "d"], "e"),
                      (["a", "e", "b", "c"], "f")]
 
@@ -69,11 +68,11 @@ def test_votes_are_summed_up_and_the_labels_of_the_data_only_compared():
     samples = [*group.samples, *group.samples]
     ballot = ["1", "2", "2", None]
     vote = optpo.sum_up_votes(group, ballot, samples)  # its answer is 1
-    assert vote == optpo.Vote("2", 1, completions=4, tokens=14, label_right=False, accuracy=0.5)
+    assert vote == optpo.Vote("2", 1, completions=4, tokens=14, label_accuracy=False, accuracy=0.5)
     unlabelled = optpo.sum_up_votes(replace(group, prompt=replace(group.prompt, answer="")), ballot, samples)
-    assert unlabelled == replace(vote, label_right=None, accuracy=None)
+    assert unlabelled == replace(vote, label_accuracy=None, accuracy=None)
     nobody = optpo.sum_up_votes(group, [None] * 4, samples)
-    assert (nobody.label, nobody.lead, nobody.label_right, nobody.accuracy) == (None, 0, False, 0)
+    assert (nobody.label, nobody.lead, nobody.label_accuracy, nobody.accuracy) == (None, 0, False, 0)
 
     def measured(*votes: optpo.Vote) -> dict[str, float]:
         groups = [optpo.VotedGroup(group.prompt, group.samples, vote) for vote in votes]
@@ -82,7 +81,7 @@ def test_votes_are_summed_up_and_the_labels_of_the_data_only_compared():
     assert measured(vote, unlabelled, nobody) == {
         "rollout/tokens": 42, "votes/completions": 4, "votes/lead": pytest.approx(2 / 3), "votes/label_accuracy": 0,
         "votes/accuracy": 0.25}
-    assert measured() == {}
+    assert measured() == {"rollout/tokens": 0}
     assert "votes/accuracy" not in measured(unlabelled)
 
 
@@ -152,8 +151,7 @@ def test_no_label_of_the_training_data_is_read(tmp_path):
         cfg = toy_config(tmp_path / name, f"data.train={tmp_path / name}.jsonl", "steps=3", "labels.most=12",
                          name="optpo_gsm8k.yaml toy.yaml")
         policies[name] = weights(train.train(cfg))
-        lines = runfolder.read_log(tmp_path / name / "metrics.jsonl")
-        logs[name] = [line for line in lines if "votes/lead" in line]
+        logs[name] = steps_of(tmp_path / name)
     for name in ("wrong", "none"):
         assert all(p.equal(policies["right"][key]) for key, p in policies[name].items())
         assert ((tmp_path / name / "decisions.jsonl").read_text() ==
@@ -170,7 +168,7 @@ def test_a_prompt_without_an_answer_has_no_reward(reward, tmp_path, monkeypatch)
     monkeypatch.setattr(optpo, "extract", lambda text: None)
     cfg = toy_config(tmp_path / "run", "steps=1", "labels.most=12", f"reward={reward}", name="optpo_gsm8k.yaml toy.yaml")
     policy = train.train(cfg)
-    line, = (line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "votes/lead" in line)
+    line, = steps_of(tmp_path / "run")
     assert line["rollout/unscored"] == 32 and line["prune/kept"] == 0 and line["votes/completions"] == 12
     assert line["rollout/tokens"] > 1.2 * line["rollout/length"] * 8 * 4
     assert torch.isfinite(next(policy.parameters())).all()

@@ -18,7 +18,7 @@ A `Pool` replaces both the history of prompts and the sampler; the loop is the s
 else: the sequences that packing chooses from.
 """
 
-from dataclasses import field, fields, replace
+from dataclasses import astuple, field, replace
 from operator import itemgetter
 from typing import Any
 
@@ -39,8 +39,8 @@ class Piece:
     itself, it asks of it."""
 
     sample: Sample
-    start: int = 0         # tokens sampled in earlier steps, which were trained on there (T-PPO)
-    old: int = 0           # tokens sampled in earlier steps, by older policies, and not trained on there
+    fresh_from: int = 0    # tokens sampled in earlier steps, by older policies
+    start: int = 0         # those of them that were trained on there (T-PPO): all, or none
     pending: bool = False
 
     def __getattr__(self, name: str) -> Any:
@@ -57,10 +57,6 @@ class Piece:
     @property
     def trained(self) -> int:
         return len(self.scored)
-
-    @property
-    def fresh_from(self) -> int:
-        return self.start + self.old
 
     @property
     def fresh(self) -> int:
@@ -99,7 +95,7 @@ def parts(cfg: Any, run: Any) -> Any:
     """Give a run a pool of groups, which go on."""
     if not (cfg.windows.tokens or cfg.windows.max_age):
         return run
-    pool = Pool(run.history, run.sampler, cfg.windows, getattr(run.engine, "sample_class", Sample))
+    pool = Pool(run.history, run.sampler, cfg.windows)
     return replace(run, history=pool, sampler=pool, measures=(*run.measures, age_metrics))
 
 
@@ -121,10 +117,9 @@ class Pool(PromptHistory):
     """The groups that were begun in earlier steps and not trained on yet; as a sampler, it samples windows of
     every completion until a step has enough, and scores the groups that go on no more."""
 
-    def __init__(self, history: PromptHistory, sampler: Sampler, settings: Windows, sample_class: type):
+    def __init__(self, history: PromptHistory, sampler: Sampler, settings: Windows):
         super().__init__(history.prompts, history.pruning, history.seed, history.middle)
         self.sampler, self.sampling, self.settings = sampler, sampler.sampling, settings
-        self.sample_class = sample_class
         self.adapts = self.sampling.until == "informative"
         self.one_by_one = settings.max_age is None  # T-PPO: a completion is a group of its own
         self.width = 1 if self.one_by_one else self.sampling.group_size  # completions of a group
@@ -143,10 +138,12 @@ class Pool(PromptHistory):
         return [turn for _, turn in sorted(placed, key=itemgetter(0))]
 
     def recall(self, lines: list[dict]) -> list[Turn]:
-        begun = {turn_key(turn): turn for turn in self.begun}
-        turns = [take_turn(draw, line.get("copy", 0))
-                 for draw, line in zip(super().recall(lines), lines, strict=True)]
-        return [begun.get(turn_key(turn), turn) for turn in turns]
+        begun = {(turn.epoch, turn.prompt.id, turn.copy): turn for turn in self.begun}
+        turns = []
+        for draw, line in zip(super().recall(lines), lines, strict=True):
+            copy = line.get("copy", 0)
+            turns.append(begun.get((draw.epoch, draw.prompt.id, copy), take_turn(draw, copy)))
+        return turns
 
     def record(self, rolled: Rolled) -> None:
         """Keep the groups that go on. The others are remembered if prune.prompts needs them."""
@@ -174,26 +171,27 @@ class Pool(PromptHistory):
         for turn in self.begun:
             kept = []
             for piece in turn.so_far:
-                ids, logp, *others = (getattr(piece.sample, f.name) for f in fields(piece.sample))
-                arrays = torch.frombuffer(ids, dtype=torch.int32), torch.frombuffer(logp, dtype=torch.float64)
-                kept.append((*arrays, *others))
+                ids, logp, *others = astuple(piece.sample)
+                kept.append((ids.tobytes(), logp.tobytes(), *others))
             pool.append((turn.epoch, turn.prob, turn.weight, turn.number, turn.copy, turn.age, kept))
         return super().state() | {"pool": pool}
 
     def restore(self, state: dict) -> None:
         super().restore(state)
-        self.begun = []
+        self.begun, sample_class = [], getattr(self.sampler.engine, "sample_class", Sample)
         for *turn, kept in state["pool"]:
-            samples = [self.sample_class(ids.tolist(), logp.tolist(), *others) for ids, logp, *others in kept]
-            self.begun.append(Turn(self.prompts[turn[3]], *turn, so_far=tuple(map(Piece, samples))))
+            so_far = tuple(Piece(sample_class(*written)) for written in kept)  # its arrays read bytes
+            self.begun.append(Turn(self.prompts[turn[3]], *turn, so_far=so_far))
 
     def rollout(self, draws: list[Turn]) -> list[Group]:
         """Go on with the groups of the pool, and begin one for each new draw that is kept."""
         kept = [draw for draw in draws if draw.kept]
-        before = "start" if self.one_by_one else "old"  # where tokens of earlier steps are counted
         groups = []
         for draw in kept:
-            pieces = [replace(piece, **{before: piece.length}, pending=False) for piece in draw.so_far]
+            pieces = []
+            for piece in draw.so_far:
+                start = piece.length if self.one_by_one else 0
+                pieces.append(replace(piece, fresh_from=piece.length, start=start, pending=False))
             groups.append(pieces or [None] * self.width)
         leaving = None
         while leaving is None:
@@ -258,8 +256,3 @@ class Pool(PromptHistory):
 
 def take_turn(draw: PromptDraw, copy: int) -> Turn:
     return Turn(draw.prompt, draw.epoch, draw.prob, draw.weight, draw.number, copy)
-
-
-def turn_key(draw: Turn) -> tuple[int, str, int]:
-    """Identify a group over the steps that it takes."""
-    return draw.epoch, draw.prompt.id, draw.copy

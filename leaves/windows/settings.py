@@ -25,21 +25,20 @@ CHOICES = {"windows": Windows}
 HOOKS = ("parts",)
 ONLY_WITH = {"windows.max_age": ["windows.in_flight: no group may be older than its step"]}
 REQUIRES = {
-    "windows.tokens": [("rollout.stop", "null", "a text that lies across two windows would be missed")],
+    "windows.tokens": ["rollout.stop=null: a text that lies across two windows would be missed"],
     "windows.max_age": [
-        ("labels.kind", "gold", "completions are added until their votes agree, all by one policy"),
-        ("rollout.until", "offered or informative", "survivors that fill a budget cannot be counted before"),
-        ("prune.prompts.kind", "none, bernoulli, pps or rank", "others draw more as a step's groups show"),
+        "labels.kind=gold: completions are added until their votes agree, all by one policy",
+        "rollout.until=offered or informative: survivors that fill a budget cannot be counted before",
+        "prune.prompts.kind=none, bernoulli, pps or rank: others draw more as a step's groups show",
     ],
     "windows.tokens without windows.max_age": [
-        ("advantage.kind", "gae", "completions of one prompt end in different steps and are not compared"),
-        ("prune.completions.kind", "none", "an unfinished completion has no |advantage| yet to be pruned by"),
-        ("prune.prompts.kind", "none", "a prompt's group is never in one step, so none is remembered"),
-        ("rollout.until", "offered", "no group of a round is whole, so none can be chosen or counted"),
-        ("loss.likelihood", "0.0", "a step has only the last window of a correct answer"),
-        ("loss.normalize", "token, constant or sum", "a step has only a part of a sequence"),
-        ("loss.trust.kind", "clip, clamp, total_variation, binary_kl or none",
-         "a step has parts of sequences"),
+        "advantage.kind=gae: completions of one prompt end in different steps and are not compared",
+        "prune.completions.kind=none: an unfinished completion has no |advantage| yet to be pruned by",
+        "prune.prompts.kind=none: a prompt's group is never in one step, so none is remembered",
+        "rollout.until=offered: no group of a round is whole, so none can be chosen or counted",
+        "loss.likelihood=0.0: a step has only the last window of a correct answer",
+        "loss.normalize=token, constant or sum: a step has only a part of a sequence",
+        "loss.trust.kind=clip, clamp, total_variation, binary_kl or none: a step has parts of sequences",
     ],
 }
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TOY, as_rolled, ask, load, others_slow, toy_config
+from conftest import TOY, as_rolled, ask, load, others_slow, steps_of, toy_config
 
 import config
 import data
@@ -19,7 +19,6 @@ from leaves.windows.join import Piece, Pool, Turn
 from metrics import rollout_metrics
 from policy import Weights
 from records import EngineSpec, Group, Prompt, Rolled, Sample
-from rollout import tokens_before
 
 ALONE = ["rollout.group_size=1", "rollout.prompts_per_step=8", "windows.tokens=10", "critic.pretrain_steps=0"]
 
@@ -40,7 +39,7 @@ def test_every_token_is_trained_once_by_the_policy_and_by_the_critic_when_the_co
             assert row.target_C.tolist() == [i for s in samples for i in s.ids[s.start:]]
             last_S = row.segments.start_2S[0, 1:] - 1
             assert row.predict_C.tolist() == [t for s, last in zip(samples, last_S.tolist(), strict=True)
-                                              for t in range(last - s.fresh, last)]  # each has a prompt of its own
+                                              for t in range(last - s.trained, last)]  # each has a prompt of its own
             for (n, _), s in zip(plan.members, samples, strict=True):
                 seen.setdefault(minibatch.groups[n].prompt.id, []).append((s.start, s.length, s.pending))
             return row
@@ -71,7 +70,7 @@ def test_every_token_is_trained_once_by_the_policy_and_by_the_critic_when_the_co
 def test_the_engine_reads_what_was_begun_with_the_weights_it_has_now(tmp_path):
     """In float64 its log-probs of a window are the policy's, also where the prefix is older than the policy."""
     train.train(windowed(tmp_path / "run", "steps=3", "optim.lr=1e-3", "data.eval=null"))
-    lines = [line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "train/tokens" in line]
+    lines = steps_of(tmp_path / "run")
     assert all(line["mismatch/logp_abs_max"] < 1e-9 for line in lines)
     assert all(line["rollout/pending"] > 0 for line in lines)
     decided = runfolder.read_log(tmp_path / "run" / "decisions.jsonl")
@@ -87,7 +86,7 @@ def test_the_engine_reads_what_was_begun_with_the_weights_it_has_now(tmp_path):
 
 def pool_of(cfg: config.Config, prompts: list[Prompt], engine=None) -> Pool:
     sampler = Sampler(engine, data.Tokenizer(TOY), cfg.rollout, cfg.reward, cfg.seed)
-    return Pool(PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5), sampler, cfg.windows, Sample)
+    return Pool(PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5), sampler, cfg.windows)
 
 
 def one_round(pool: Pool, count: int) -> Rolled:
@@ -132,7 +131,7 @@ def test_a_completion_that_reaches_its_limit_is_done_and_scored(tmp_path):
 
     class Endless:
         def generate(self, requests, *rest, **named):
-            self.asked = [(len(tokens_before(request)), request.limit) for request in requests]
+            self.asked = [(len(request.tokens_before), request.limit) for request in requests]
             self.seeds = [request.seed for request in requests]
             return [Sample((9,) * request.limit, (-0.5,) * request.limit, False) for request in requests]
 

@@ -84,7 +84,8 @@ def test_rewards_that_only_the_rounding_of_their_sum_tells_apart_are_equal():
     """0.1 + 0.2 and 0.3: of two components of one completion, and of one of another."""
     parts = {"a": [[1, 0, 1, 0]], "b": [[1, 0, 1, 0]], "c": [[0, 1, 0, 1]]}
     total_NG = rewards(parts, {"a": 0.1, "b": 0.2, "c": 0.3}).total_NG
-    assert flat_groups(total_NG).all() and not group_norm(total_NG, 1, 1e-4).any()
+    near_NG = torch.tensor([[1, 1 + 1e-12]], dtype=torch.float64)
+    assert flat_groups(total_NG).all() and flat_groups(near_NG).all() and not group_norm(total_NG, 1, 1e-4).any()
     assert rewards({"a": [[1, 1 - 1e-9]]}, {"a": 0.1}).total_NG.unique().numel() == 2
 
 

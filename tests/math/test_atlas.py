@@ -25,7 +25,6 @@ from loss import TRUST, token_weight
 from prune import COMPLETIONS, Candidates, rewards_of_kept
 from records import LogProbs, Pruned
 
-ROWS = {(row.problem, row.chosen): row for rows in TABLES.values() for row in rows}  # of the page, each once
 CHANCE = ("bernoulli", "pps")  # kinds that draw
 
 

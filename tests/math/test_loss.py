@@ -8,10 +8,10 @@ import torch
 
 import loss
 from config import Loss
-from loss import binary_kl, clamp, clip, clip_sequence, k3, likelihood_weight, token_weight, total_variation
+from loss import binary_kl, clamp, clip, k3, likelihood_weight, token_weight, total_variation
 from prune import keep_all, keep_largest
 from records import LogProbs, PreparedRow, Pruned
-from settings.kinds import BinaryKl, Clamp, Clip, ClipSequence, TotalVariation
+from settings.kinds import BinaryKl, Clamp, Clip, TotalVariation
 
 LEN_NG = torch.tensor([[10, 300, 20, 5], [7, 7, 1, 64]])
 ADV_NG = torch.tensor([[1.5, -0.2, 0.1, -1.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
@@ -91,21 +91,6 @@ def test_the_corrected_kl_has_the_gradient_of_the_kl_over_samples_of_any_policy(
         torch.testing.assert_close(each, (free_V.exp() * (free_V - ref_V)).detach())
 
 
-def test_the_engines_weight_by_hand():
-    """Completions of 2, 3 and 1 tokens, with ratios pi_old / pi_engine chosen."""
-    ratio_C = torch.tensor([2.0, 0.5, 1.2, 1.2, 1.2, 0.7], dtype=torch.float64)
-    engine_C = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.0, -1.5], dtype=torch.float64)
-    old_C, segment_C = (engine_C + ratio_C.log()).requires_grad_(), torch.tensor([0, 0, 1, 1, 1, 2])
-    for cap, mask_ratio, expected in (
-            (None, None, [1, 1, 1, 1, 1, 1]),
-            (1.5, None, [1.5, 0.5, 1.2, 1.2, 1.2, 0.7]),
-            (None, 1.1, [1, 1, 0, 0, 0, 0]),         # geometric means 1, 1.2 and 0.7
-            (None, 1.3, [1, 1, 1, 1, 1, 0]),
-            (1.1, 1.3, [1.1, 0.5, 1.1, 1.1, 1.1, 0])):
-        weight_C = loss.engine_weight(old_C, engine_C, segment_C, cap, mask_ratio)
-        assert weight_C.tolist() == pytest.approx(expected) and not weight_C.requires_grad
-
-
 def test_the_likelihood_of_what_is_correct_is_a_mean_over_its_tokens():
     """0.1 over the tokens of the correct (300, 20 and 7), those pruned in or out of the denominator; 0 for none."""
     correct_NG = torch.tensor([[False, True, True, False], [True, False, False, False]])
@@ -126,15 +111,6 @@ def logps(ratios: list[float], old: list[float], adv: list[float], lengths: list
     logp_C = old_C + torch.tensor(ratios, dtype=torch.float64).log()
     return LogProbs(logp_C, old_C, torch.tensor(adv, dtype=torch.float64),
                     torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)))
-
-
-def test_the_sequence_ratio_is_the_geometric_mean_and_stops_all_or_none():
-    """2 and 0.5 make 1; 1.2 and 1.8 make 1.47, which is stopped for A > 0 alone. Of one token it is the token's."""
-    three = logps([2, 0.5, 1.2, 1.8, 1.2, 1.8], [0.1] * 6, [1, 1, 1, 1, -1, -1], [2, 2, 2])
-    root = (1.2 * 1.8) ** 0.5
-    assert clip_sequence(three, ClipSequence(low=0.2, high=0.3)).tolist() == pytest.approx([1, 1, 0, 0, root, root])
-    one = logps([0.5, 0.9, 1.0, 1.1, 1.5, 0.5, 1.5], [0.3] * 7, [1, 1, 1, 1, 1, -1, -1], [1] * 7)
-    torch.testing.assert_close(clip_sequence(one, ClipSequence(low=0.2, high=0.3)), clip(one, Clip(low=0.2, high=0.3)))
 
 
 def test_clamp_stops_no_token_and_without_a_bound_is_the_ratio():

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from conftest import as_rolled, make_groups, toy_config
+from conftest import as_rolled, make_groups, steps_of, toy_config
 from outcomes import EXACT, Outcomes, Step, distance, mean_of, outcomes
 from torch import Tensor
 
@@ -129,14 +129,6 @@ def test_what_is_cut_off_is_in_no_row(tiny, tmp_path, monkeypatch):
         assert row.target_C[at[n, g]].tolist() == cut[n][g]
 
 
-def test_the_probabilities_by_hand():
-    """Of 4 tokens a cut may take the last two: whole with 0.4, else behind the second, third or fourth."""
-    assert prefix_prob(4, 0.4, 2).tolist() == pytest.approx([1, 1, 0.8, 0.6])
-    assert prefix_prob(3, 0.1, 1).tolist() == pytest.approx([1, 0.7, 0.4])
-    assert prefix_prob(3, 0.1, 9).tolist() == prefix_prob(3, 1.0, 1).tolist() == [1, 1, 1]
-    assert cut_weights(4, 0.4, 2, 0.7).tolist() == pytest.approx([1, 1, 1.25])
-
-
 def test_what_the_seed_draws_has_these_probabilities_whoever_is_kept(tmp_path):
     """z-tests over 500 steps: how often each token of a kept completion is before the cut, and a projection of the
     weights of tokens and completions together, for which the two draws must not go together."""
@@ -178,7 +170,6 @@ def test_a_run_trains_on_the_tokens_that_its_decisions_name(tmp_path):
     cfg = toy_config(tmp_path / "run", "steps=1", "data.eval=null", name="nat_gsm8k.yaml toy.yaml")
     train(cfg)
     decided = runfolder.read_log(tmp_path / "run" / "decisions.jsonl")
-    steps = [line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "train/tokens" in line]
-    for line, of_step in zip(decided, steps, strict=True):
+    for line, of_step in zip(decided, steps_of(tmp_path / "run"), strict=True):
         tokens = sum(sum(prompt["completion_tokens"]) for prompt in line["prompts"])
         assert of_step["train/tokens"] == tokens < of_step["rollout/tokens"]

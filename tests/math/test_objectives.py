@@ -111,6 +111,16 @@ def ipo(answers, cfg):
     return -sum(kept) / tokens(answers)
 
 
+def engine_ratio(answers, cfg):
+    """The ratio is to the engine. The clip stops as ever, and the cap bounds what it leaves."""
+    total = 0.0
+    for x in answers:
+        ratio_T = (x.now_T - x.beh_T).exp().detach()
+        stopped_T = ratio_T > 1.1 if x.group_norm > 0 else ratio_T < 0.9
+        total -= (torch.where(stopped_T, 0.0, ratio_T.clamp(max=1.05)) * x.group_norm * x.now_T).mean()
+    return total / len(answers)
+
+
 def gdpo(answers, cfg):
     def norm(part_NG: Tensor) -> Tensor:
         return (part_NG - part_NG.mean(1, keepdim=True)) / (part_NG.std(1, keepdim=True) + 1e-4)
@@ -234,6 +244,8 @@ OBJECTIVES = {
     "divppo": (divppo, "divppo_math.yaml toy.yaml", ["loss.trust.divergence=1e-3"]),
     "divppo-kl": (divppo, "divppo_math.yaml toy.yaml", ["loss.trust.kind=binary_kl", "loss.trust.divergence=1e-5"]),
     "ipo": (ipo, "ipo_math.yaml toy.yaml", ["loss.trust.divergence=1e-3"]),
+    "engine-ratio": (engine_ratio, "grpo_toy.yaml", ["loss.old_logp=engine", "loss.tis_cap=1.05",
+                                                     "loss.trust={low: 0.1, high: 0.1}"]),
     "gdpo": (gdpo, "gdpo_toy.yaml", []), "ppo": (ppo, "ppo_gsm8k.yaml toy.yaml", []),
     "vapo": (vapo, "vapo_toy.yaml", []),
     "tppo": (tppo, "tppo_toy.yaml", []), "tppo-true": (tppo, "tppo_toy.yaml", ["advantage.bootstrap=true"]),
@@ -278,8 +290,8 @@ def learner_on(folder, cfg: Config) -> Learner:
 def compare(parts: Parts, groups: list[Group], rewards: Rewards) -> Tensor:
     """Advantages as a run has them; V* is not estimated, but VALUES."""
     if parts.cfg.advantage.kind == "soft_value":
-        from leaves.soft_value.join import SoftValues
-        parts = replace(parts, advantage=SoftValues(VALUES).advantage)
+        from leaves.soft_value.join import subtract_values
+        parts = replace(parts, advantage=partial(subtract_values, VALUES))
     return parts.advantage(groups, rewards, parts.cfg.advantage)
 
 

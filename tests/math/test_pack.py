@@ -14,7 +14,7 @@ from infra import dist
 from loss import RowLoss
 from metrics import PassSums
 from pack import Minibatch, Plan, best_fit, build_row, cut_rows, deal_rows, layout, pack, row_cost, within_window
-from records import Group, PreparedRow, Prompt, Sample
+from records import PreparedRow
 
 
 def lengths(kind: str, count: int, rng: random.Random) -> list[int]:
@@ -103,6 +103,7 @@ def test_rows_hold_exactly_the_kept_tokens_whatever_the_capacity_and_the_ranks(c
         assert torch.equal(row.bonus_C, 2 * row.weight_C)
         assert torch.equal(row.likelihood_C, row.weight_C)  # 0 where the row only keeps its rank in step
     for plan, row in zip(plans, rows, strict=True):
+        assert layout(MINIBATCH, plan.members) == ([*row.segments.queries], [*row.segments.keys])
         first, first_query = 0, 0
         lasts = (row.segments.start_2S[0, 1:] - 1).tolist()
         for (n, g), own, seen, last in zip(plan.members, row.segments.queries, row.segments.keys, lasts, strict=True):
@@ -146,36 +147,6 @@ def test_attention_costs_as_much_as_a_count_of_operations_says():
     operations = 2 * sum(p.numel() for p in model.parameters())
     attention = model.shape.layers * 4 * model.shape.heads * model.shape.head_dim * 100 / 2
     assert row_cost([100], [100], model.quadratic) == pytest.approx(100 * (operations + attention) / operations)
-
-
-def test_a_row_by_hand():
-    """Two prompts. Of the second completion of 7 8, its token 9 was trained on before, so 6 comes after this 9."""
-    class Begun(Sample):
-        scored = slice(1, None)
-
-    def sample(*ids: int, start: int = 0) -> Sample:
-        return (Begun if start else Sample)(ids, [-float(i) for i in ids], True)
-
-    groups = [Group(Prompt("a", (7, 8), ""), (sample(4, 5), sample(9, 6, start=1), sample(3))),
-              Group(Prompt("b", (2,), ""), (sample(1), sample(1), sample(1)))]
-    numbers_NG = torch.arange(6.0).view(2, 3)
-    minibatch = Minibatch(groups, numbers_NG >= 0, numbers_NG, 10 * numbers_NG, 3 * numbers_NG, 2 * numbers_NG,
-                          4 * numbers_NG)
-    members = [(0, 0), (0, 1), (0, 2), (1, 2)]
-    row = build_row(minibatch, Plan(members))
-    assert row.ids_T.tolist() == [7, 8, 4, 5, 9, 6, 3, 2, 1]
-    assert row.position_T.tolist() == [0, 1, 2, 3, 2, 3, 2, 0, 1]
-    assert (row.segments.queries, row.segments.keys) == ((4, 2, 1, 2), (4, 4, 3, 2))
-    assert layout(minibatch, members) == ([4, 2, 1, 2], [4, 4, 3, 2])
-    assert row.segments.key_K.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 0, 1, 6, 7, 8]
-    assert row.target_C.tolist() == [4, 5, 6, 3, 1]
-    assert row.predict_C.tolist() == [1, 2, 4, 1, 7]
-    assert row.segments.start_2S[0].tolist() == [0, 4, 6, 7, 9]
-    assert row.segment_C.tolist() == [0, 0, 1, 2, 3]
-    assert row.sampled_logp_C.tolist() == [-4, -5, -6, -3, -1]
-    assert row.adv_C.tolist() == [0, 0, 1, 2, 5] and row.weight_C.tolist() == [0, 0, 10, 20, 50]
-    assert row.bonus_C.tolist() == [0, 0, 4, 8, 20]
-    assert row.likelihood_C.tolist() == [0, 0, 2, 4, 10]
 
 
 def drawn_minibatch(rng: random.Random) -> Minibatch:

@@ -29,15 +29,12 @@ from verify.number import LONGEST, number
     (r"\boxed{\{1, 2\}}", r"\{1, 2\}"), (r"\boxed{1 + \boxed{2}} }", r"1 + \boxed{2}"),
     ("<think>2</think>\n<answer> 7 </answer>", "7"), ("<answer>x is 7. The answer is 8.</answer>", "8"),
     ("<answer>7", None), (r"<think>\boxed{1}</think> The answer is 2", "2"),
-    (r"<think>\boxed{1}</think> Done.", "1"),
+    (r"<think>\boxed{1}</think> Done.", "1"), ("**Answer:** **42**", "42"), ("Answer: 1, 2, and 3", "1, 2, and 3"),
     ("The answer is 90 degrees.", "90 degrees"), ("The final answer is $x+1$, because it is even.", "x+1"),
     ("Final Answer: The area of the triangle is 120. I hope it is correct.", "120"),
-    ("**Answer:** **42**", "42"),
     ("The answer is \\[ 9 \\]\nas was asked.", " 9 "), ("## Final Answer\n\n42", "42"),
     ("the answers are $1$ and $2$.", "1, 2"), ("The answer is 3.5.", "3.5"),
-    ("Answer: 1, 2, and 3", "1, 2, and 3"),
-    ("The answer is 6.\nThis answer is correct.", "6"),
-    ("The answer is 6. So the answer is not in doubt.", "6"),
+    ("The answer is 6.\nThis answer is correct.", "6"), ("The answer is 6. So the answer is not in doubt.", "6"),
     ("The answer is 5, which is the largest.", "5"), ("The answer is 5. I hope my answer is helpful.", "5"),
     ("The answer is $18 (since $9 x 2 = $18).", "$18"), ("Therefore, the answer is simply 5 (five).", "5"),
     ("The answer is $12 or $13.", "$12 or $13"), (r"\boxed{1} \\ \text{and} \\ \boxed{2}", "1, 2"),
@@ -47,8 +44,8 @@ from verify.number import LONGEST, number
     (r"\boxed{7}. In \boxed as asked.", "7"), (r"\boxed{7} \fboxsep3pt", "7"), (r"(\boxed7)", "7"),
     (r"\\boxed{6}, \\boxed{\\frac{1}{2}}", r"6, \frac{1}{2}"), (r"\boxed{6}. Then \\boxed{7}", "7"),
     (r"\\boxed{6}. Then \boxed{7}", "7"), ("x \\\\\n\\boxed{7}", "7"), (r"x \\\boxed{7}", "7"), (r"\\boxed{7", ""),
-    ("5<｜end▁of▁sentence｜>Answer: 6", None), ("The answer is yes.", "yes"), ("just 12", None), ("", None),
-    (r"\boxed{5}<|im_end|>\boxed{6}", "5"), ("I do not know.</s>The answer is 6", None),
+    ("The answer is yes.", "yes"), ("<think>The answer is 7</think>!", "7"), ("<think>#### 7</think>!", "7"),
+    ("The answer is **C**: so.", "C"), ("just 12", None), ("", None),
 ])
 def test_extract(text, marked):
     assert extract(text) == marked
@@ -58,30 +55,30 @@ EQUAL = r"""
 numbers: 12 | 12. | +12 | 12.0 | \$12 | $12$ | \text{12} | {12} | (12) | \left(12\right) | x = 12 | \boxed{12}
 thousands: 2125000 | 2,125,000 | 2{,}125{,}000 | 2\,125\,000 | 2 125 000 | 2,\!125,\!000 | 2.125\times10^6 | 2.125e6
 fractions: \frac{3}{4} | 3/4 | \dfrac34 | \frac 3 4 | 0.75 | .75 | \tfrac{3}{4} | \frac{-3}{-4} | \frac{6}{8} | (3)/(4)
-mixed: 2\frac{3}{4} | 2 \dfrac{3}{4} | 2 3/4 | \frac{11}{4} | 2.75
+mixed: 2\frac{3}{4} | 2 \dfrac{3}{4} | 2¾ | 2 3⁄4 | 2 3/4 | \frac{11}{4} | 2.75
 repeating: 0.\overline{27} | \frac{3}{11}
 negative: -\frac{1}{2} | \frac{-1}{2} | \frac{1}{-2} | -0.5 | -.5 | −1/2 | -1/2
-scientific: 0.0015 | 1.5e-3 | 1.5 \times 10^{-3} | 1.5\cdot10^{-3} | 15*10^{-4}
+scientific: 0.0015 | 1.5·10⁻³ | 1.5e-3 | 1.5 \times 10^{-3} | 1.5\cdot10^{-3} | 15*10^{-4}
 roots: 2\sqrt{3} | \sqrt{12} | 2\sqrt3 | 2 \sqrt {3} | 2√3 | 2*sqrt(3) | \sqrt3\cdot2
 pi: \frac{3\pi}{4} | \frac34\pi | 3\pi/4 | 3*pi/4 | 0.75π | \frac\pi4\cdot3
 decimals: \sqrt{2} | 1.41421 | 1.414213 | 1.414214 | 1.41421356
 congruent: 3 | 3 \pmod 5 | 3 \pmod{5}
 celsius: 30 | 30^\circ C | 30°C | 30^\circ\text{C}
-currency: \$7.50 | 7.50 dollars | 7.5 | \text{\$}7.50
+currency: \$7.50 | 7.5元 | 7.5\text{ 美元} | 7.50 dollars | 7.5 | \text{\$}7.50
 tuples: (1, -2) | \left(1,-2\right) | (1,\,-2) | (x,y)=(1,-2)
 sets: \{1, 2\} | \{2,1\} | 1,2 | 2, 1 | 1\text{ and }2 | 1 or 2 | x=1, x=2 | x = 2 \text{ or } x = 1
 plus or minus: \pm 3 | 3,-3 | \{-3, 3\} | x = \pm3 | ±3
-intervals: [-2,7) | \left[-2, 7\right) | x\in[-2,7) | -2\le x<7 | 7 > x \geq -2 | -2 \leqslant x \lt 7
-half-lines: (3,\infty) | x>3 | 3<x | (3,+\infty) | x\in(3,∞) | \{x \mid x>3\} | \{x : x > 3\}
+intervals: [-2,7) | [-2, 7[ | \left[-2, 7\right) | x\in[-2,7) | -2\le x<7 | 7 > x \geq -2 | -2 \leqslant x \lt 7
+half-lines: (3,\infty) | ]3;\infty[ | x>3 | 3<x | (3,+\infty) | x\in(3,∞) | \{x \mid x>3\} | \{x : x > 3\}
 unions: (-\infty,0)\cup(1,\infty) | x<0 \text{ or } x>1 | (1,\infty)\cup(-\infty,0) | (-∞,0)∪(1,∞)
 vectors: \begin{pmatrix}1/2\\3\end{pmatrix} | \begin{pmatrix} \frac12 \\[4pt] 3 \end{pmatrix}
-bases: 43_5 | 43_{5} | (43)_5 | 43_{\text{five}} | 43 \text{ base } 5
+bases: 43_5 | 43₅ | 43_{5} | (43)_5 | 43_{\text{five}} | 43 \text{ base } 5
 times: \text{4:30 p.m.} | 4:30 p.m. | 4:30 PM | 4:30\text{ pm}
 texts: \text{east} | East | \textbf{east} | the east
-choices: \text{(B)} | B | (B) | \textbf{(B)}
+choices: \text{(B)} | B | B. 12 | (B) | \textbf{(B)}
 equations: x^2+y^2=1 | y^2=1-x^2 | 1-x^2-y^2=0 | 2x^2+2y^2=2
-inequalities: x+y\le1 | 1-x\ge y | 2x+2y\leq2
-polynomials: x^2-1 | (x-1)(x+1) | -1+x^2 | x**2-1
+inequalities: x+y\le1 | x+y⩽1 | 1-x\ge y | 2x+2y\leq2
+polynomials: x^2-1 | x²-⅓-⅔ | (x-1)(x+1) | -1+x^2 | x**2-1
 symbols: \frac{t}{m} | \frac{1}{m}t | t/m | t\cdot m^{-1}
 powers: 2^{n+1}-2 | 2(2^n-1) | 2\cdot2^n-2
 functions: \sec^2 y | \tan^2(y)+1 | \frac{1}{\cos^2 y}
@@ -96,7 +93,7 @@ reals: (-\infty,\infty) | \mathbb{R} | \text{all real numbers}
 nothing: \emptyset | \varnothing | ∅ | \{\}
 large lists: 100, 200 | 200, 100 | \{100,200\} | 100 \text{ and } 200 | x=100, x=200
 both hold: (-1,3) | x>-1 \text{ and } x<3 | x > -1, x < 3
-text lists: \text{A, B} | \text{A},\text{B} | B, A
+text lists: \text{A, B} | \text{A},\text{B} | B, A | AB | \{A, B\} | \text{A and B}
 areas: 36\pi\text{ cm}^2 | 36\pi | 36\pi cm^2 | 36π square units | 36\pi \text{ square cm}
 factors: 5000000 | 5 million | 5\text{ million} | 5\cdot10^6
 decorated: 5 | \color{red}{5} | \large 5 | 5\ | \textcolor{blue}{5} | =5 | 5\checkmark
@@ -126,7 +123,7 @@ p=5,q=2;p=7,q=2 | p=5, q=2 \text{ and } p=7, q=2
 -1./3 | -\frac13
 """
 DIFFERENT = r"""
-numbers: 12 | 21 | -12 | 12.5 | 1.2 | 120 | 012345
+numbers: 12 | 12万 | 12\text{分之一} | 1₂ | 21 | -12 | 12.5 | 1.2 | 120 | 012345
 fractions: \frac{1}{3} | 0.33 | 0.3 | \frac{2}{3} | 3 | \frac13x
 roots: 3\sqrt2 | 2\sqrt3 | 3 | 4.24 | \sqrt{2} | 3\sqrt{3}
 decimals: 2.232 | 2.23 | 2.2321 | 2.24
@@ -142,7 +139,7 @@ vectors: \begin{pmatrix}1\\2\end{pmatrix} | \begin{pmatrix}1&2\end{pmatrix} | \b
 ratios: 2:3 | 3:2 | 23 | 2:3:4
 times: 4:30\text{ p.m.} | 4:30 a.m. | 4:03 p.m.
 texts: \text{east} | west | \text{north} | 3
-choices: \text{(B)} | D | A and B | \text{(A)}
+choices: \text{(B)} | (D) 12 | D | A and B | \text{(A)}
 names: AB=9, CD=4 | AB=4, CD=9 | AB=9
 equations: 2x+z=1 | 1 | 2x+z=2 | 2x-z=1
 lines: y=2x+3 | x=2y+3 | y=2x | y=\frac12x+\frac32
@@ -163,6 +160,7 @@ cases of letters: mgh | mgH | Mgh
 named tuples: (x,y)=(1,2) | (y,x)=(1,2) | (2,1)
 number words: 5 | 5\text{ million} | 5\text{ thousand} | 5 xy
 denials: 2 | 2\text{ is not a solution} | 2\text{ (or 3)}
+prefixes: 2\text{ kW} | 2\text{ W} | 2\,\mathrm{MW} | 2\,\unit{\mega\watt}
 text lists: \text{Monday}, \text{Friday} | \text{Monday} | \text{Monday}, \text{Sunday}
 records: x=1,y=2,x=3,y=4 | x=1,y=4,x=3,y=2
 letters: a<b | a<c | b<a
@@ -272,12 +270,15 @@ def test_no_text_makes_the_trainers_part_fail():
         answer.is_readable(text, lambda x: True)
 
 
+REPEATED = (
+    "{", "}", "$", "answer ", "answer is ", "<answer>", "#", " ", "\\boxed{", "\n", "\\boxed{1}, ", "$x$ and ", "-",
+    "1", "1,", "\\", "\\boxed", "\\\\boxed x{", "\\boxed(", '"^1', "about ~", '\\text{a}^1', "\\SI{1}{", "[[1],",
+    "\\in ", "the answer is not ", "answer, if x ", "not \\boxed{1} ", "\\boxed{1}. No, that is ")
+
+
 @pytest.mark.parametrize("text", [
-    "{" * 10**6, "}" * 10**6, "$" * 10**6, "answer " * 10**5, "answer is " * 10**5, "<answer>" * 10**5, "#" * 10**6,
-    " " * 10**6, "\\boxed{" * 10**5, "\\boxed{" * 10**5 + "{" * 10**6, "\n" * 10**6, "\\boxed{1}, " * 10**5,
-    "$x$ and " * 10**5, "the answer is $" + "x" * 10**6, "\\text{" * 10**5 + "}" * 10**5, "-" * 10**6, "1" * 10**6,
-    "1," * 10**6, "\\" * 10**6, "\\boxed" * 10**5, "\\\\boxed x{" * 10**5, "\\boxed(" * 10**5, '"^1' * 10**5,
-    "about ~" * 10**5, '\\text{a}^1' * 10**5, "\\SI{1}{" * 10**5, "[[1]," * 10**5])
+    *(piece * (10**6 // len(piece)) for piece in REPEATED), "\\boxed{" * 10**5 + "{" * 10**6,
+    "The answer is $" + "x" * 10**6, "\\text{" * 10**5 + "}" * 10**5, "the answer isn't " * 10**5 + "[" * 10**6])
 def test_a_megabyte_is_read_once(text):
     """A scan that starts anew at every character would keep this test from ever ending."""
     extract(text)

@@ -1,0 +1,114 @@
+"""Read data files of all kinds: each row with its place, for error messages."""
+
+import csv
+import gzip
+import io
+import re
+from itertools import zip_longest
+from pathlib import Path
+
+from infra.rows import Rows
+from settings.loader import ConfigError, parse_json
+
+TWO_WAYS = re.compile(r"-?\d+(\.\d{3})*,\d+|-?[1-9]\d{0,2}(\.\d{3})+")  # numbers where a comma is the point
+
+
+def read_rows(path: Path) -> Rows:
+    """Yield a place and the row for each row of a file, by its ending. Raises ConfigError."""
+    name, content = path.name.lower(), path.read_bytes()
+    if name.endswith(".gz"):
+        try:
+            name, content = name[:-3], gzip.decompress(content)
+        except Exception as error:  # of the file system, of zlib, or of neither
+            raise ConfigError(f"{path} cannot be unpacked ({error}); download or write it again") from None
+    ending = Path(name).suffix
+    if ending not in READERS:
+        raise ConfigError(f"{path} is there, but no file with the ending {ending!r} is read; unpack it, "
+                          f"save it as one of {', '.join(READERS)}, or name the other files by a pattern")
+    rows = READERS[ending](path, content)
+    if isinstance(rows, list):
+        rows = ((f"{path}: row {i}", row) for i, row in enumerate(rows))
+    for place, row in rows:
+        if not isinstance(row, dict):
+            raise ConfigError(f"{place}: a row must be an object with 'question' and 'answer', not "
+                              f"{type(row).__name__}")
+        yield place, row
+
+
+def decode(content: bytes, path: Path) -> str:
+    """Read UTF-8, or UTF-16, which has zeros among its bytes. Raises ConfigError."""
+    wide = b"\0" in content[:400]
+    try:
+        return content.decode("utf-16" if wide else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from None
+
+
+def read_jsonl(path: Path, content: bytes) -> Rows:
+    """Yield "file:line" and the row of each line that is not blank. Raises ConfigError."""
+    # Not splitlines(): it also cuts at U+2028 and the like, which stand inside real questions.
+    for number, line in enumerate(decode(content, path).split("\n"), start=1):
+        if line.strip():
+            place = f"{path}:{number}"
+            yield place, parse_json(line, place, "each line must be one object; what git-lfs left of a "
+                                              "file is fetched by git lfs pull")
+
+
+def read_parquet(path: Path, content: bytes) -> list:
+    """Read the rows of a parquet file. Raises ConfigError."""
+    import pyarrow.parquet  # slow to import
+
+    try:
+        return pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise ConfigError(f"{path} is not a parquet file ({error}); download or write it again; what git-lfs "
+                          "left of a file is fetched by git lfs pull") from None
+
+
+def read_json(path: Path, content: bytes) -> list:
+    """Read the objects of an array, or of {"data": [...]}; one object a line, as pandas and datasets write
+    them; or a single one. Raises ConfigError."""
+    text = re.sub(r"\}\s*\n\s*\{", "},\n{", decode(content, path))
+    values = parse_json(f"[{text}]", path, "it must hold an array of objects")
+    whole = values[0] if len(values) == 1 else values
+    rows = whole.get("data") if isinstance(whole, dict) else whole
+    return rows if isinstance(rows, list) else values
+
+
+def read_csv(path: Path, content: bytes) -> Rows:
+    """Yield "file:line" and the row of each line below the head that is not blank; an empty cell is None.
+
+    A first line "sep=;" says what separates cells, or else it is what stands most often in the head, quotes
+    aside: a comma, a tab, a semicolon or a bar. Raises ConfigError.
+    """
+    csv.field_size_limit(1 << 40)
+    text = decode(content, path)
+    told = re.match(r"(?:sep=(.)\r?\n)?", text)
+    text = text[told.end():]
+    separator = told[1] or max(",\t;|", key=re.sub('"[^"]*"', "", text).partition("\n")[0].count)
+    lines = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=separator)
+    try:
+        names = [name.strip() for name in next(lines, [])]
+        while names and not names[-1]:  # as office programs end each line
+            names.pop()
+        if len(set(names)) < len(names):
+            raise ConfigError(f"{path}:1: a column is named twice in {', '.join(names)}; give each "
+                              "a name of its own, or delete it")
+        for cells in lines:
+            place = f"{path}:{lines.line_num + bool(told[1])}"
+            if not "".join(cells).strip():
+                continue
+            if any(cells[len(names):]):
+                raise ConfigError(f"{place}: more cells than the {len(names)} columns of line 1; a text with "
+                                  f"{separator!r} needs double quotes")
+            if separator == ";" and any(TWO_WAYS.fullmatch(cell) for cell in cells):
+                raise ConfigError(f"{place}: a number can be read in two ways; write 1.234,5 as 1234.5, and "
+                                  "a decimal 1.234 as 1.2340")
+            yield place, {name: cell or None for name, cell in zip_longest(names, cells[:len(names)])}
+    except csv.Error as error:
+        raise ConfigError(f"{path}:{lines.line_num}: not valid CSV ({error}); look for a double quote that "
+                          "nothing closes") from None
+
+
+READERS = {".jsonl": read_jsonl, ".json": read_json, ".csv": read_csv, ".tsv": read_csv,
+           ".parquet": read_parquet}
