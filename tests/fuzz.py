@@ -43,6 +43,7 @@ import report
 import reward
 import train
 from infra import dist
+from infra.files import decode
 from infra.signals import exit_status
 
 SECONDS, CLOCK, BYTES = 10, 60, 1 << 30  # of computing, by the clock, and of memory beside what is imported
@@ -176,7 +177,8 @@ def use_rows(path: Path, rng: random.Random) -> int:
     def load() -> None:
         few = path.parent / "few.jsonl"
         task = train.load_task(config.load("grpo_toy.yaml", [f"data.train={path}", f"data.eval={few}"]))
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
+        lines = decode(path.read_bytes(), path).split("\n")
+        rows = [json.loads(line) for line in lines if line.strip()]
         assert [p.question for p in task.problems] == [row["question"] for row in rows], "other rows than the file has"
     return exit_status(load)
 
