@@ -132,7 +132,7 @@ class Cache:
 
     def compute(self, ids: list[int], positions: list[int], rows: list[int], attend: Attend) -> Tensor:
         """Compute tokens together, those with a row (none: -1) into it. Returns their final hidden states."""
-        ids_T, position_T, row_T = torch.tensor([ids, positions, rows], device=self.device)
+        ids_T, position_T, row_T = torch.tensor([ids, positions, rows], dtype=torch.long, device=self.device)
         place_P = (row_T >= 0).nonzero()[:, 0]
         row_P, position_P = row_T[place_P], position_T[place_P]
 

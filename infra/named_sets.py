@@ -29,7 +29,7 @@ def find_files(name: str, folder: str | None) -> list[Path]:
     paths = [path for path in matching(file, "data set") if path.is_file()]
     listed = "\n".join(path.name for path in paths)
     totals = re.findall(r"-of-(\d+)", listed)
-    lacking = any(totals.count(total) % int(total) for total in totals)
+    lacking = any(totals.count(total) % max(int(total), 1) for total in totals)
     splits = {*re.findall(r"(?m)^(train|test|dev|eval|val(?:id(?:ation)?)?)(?![a-z])", listed)}
     if paths[1:] and (lacking or len(splits) > 1):
         raise ConfigError(f"data {name} holds {len(paths)} files, from {paths[0].name} to {paths[-1].name}, "

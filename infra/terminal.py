@@ -8,6 +8,7 @@ import argparse
 import re
 import shlex
 import sys
+from itertools import pairwise
 from typing import IO, Any
 
 from settings.paths import user_path
@@ -30,7 +31,8 @@ def add_settings(parser: argparse.ArgumentParser, help: str = "change one settin
         if re.match(r"[^-\s]\S*\.ya?ml", words):
             refuse(f"{message}; a config is named by --config {words}")
         if words and not re.match(r"-|[\w.]+=", words):  # --set steps 5
-            words = f"{sys.argv[sys.argv.index(words.split()[0]) - 1]} {words}"
+            before = [word for word, after in pairwise(sys.argv) if after and words.startswith(after)]
+            words = " ".join([*before[:1], words])
             if re.match(r"[\w.]+=", words):
                 refuse(f"{message}; a setting with spaces needs quotes: --set {shlex.quote(words)}")
         sets = re.sub(r"-*([A-Za-z][\w.-]*)(?: = |[ =])(\S+)", r"--set \1=\2", words)

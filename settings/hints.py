@@ -24,10 +24,10 @@ def with_hint(error: ConfigError, root: Any, raw: Raw) -> ConfigError:
             words.append(next(iter(inner)))
             inner = inner[words[-1]]
         key, known = ".".join(words), [*settings_of(root)]
-        if said[-1] == ".":  # it names nothing that is near
-            words[-1:] = difflib.get_close_matches(words[-1], TABLE, 1, 0.8) or words[-1:]
         found = [TABLE[word] for word in reversed(words) if word in TABLE][:1] or [
             one for one in known if one.split(".")[-1] == words[-1]]
+        if not found and said[-1] == ".":  # nor does it name one that is near
+            found = [TABLE[word] for word in difflib.get_close_matches(words[-1], TABLE, 1, 0.8)]
         if key in known:
             said = f"'{key}' is nested in a file: {': {'.join(words)}: ...{'}' * key.count('.')}"
         elif found and key.rpartition(".")[0] not in known:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -101,9 +102,10 @@ CHANGED = "a setting is changed by --set"
     ("--seed 1 optim.lr=1e-4", f"{CHANGED} seed=1 --set optim.lr=1e-4"),
     ("--set optim.lr 1e-4", f"{CHANGED} optim.lr=1e-4"),
     ("--fit cppo_toy.yaml", "a config is named by --config cppo_toy.yaml"),
-    ("--set a={b: c}", "a setting with spaces needs quotes: --set 'a={b: c}'")])
+    ("--set a={b: c}", "a setting with spaces needs quotes: --set 'a={b: c}'"),
+    ("--set a=1 'b c'", "a setting with spaces needs quotes: --set 'a=1 b c'")])
 def test_words_that_a_command_line_has_no_place_for_are_put_in_theirs(words, hint, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["train.py", "--config", "grpo_toy.yaml", *words.split()])
+    monkeypatch.setattr("sys.argv", ["train.py", "--config", "grpo_toy.yaml", *shlex.split(words)])
     with pytest.raises(SystemExit):
         commands.of_train("")
     assert capsys.readouterr().err.endswith(f"; {hint}\n")

@@ -139,9 +139,10 @@ def test_several_files_are_one_set_whose_ids_differ_and_whose_rows_a_checkpoint_
         asked = [Prompt(p.id, (1,), p.answer, p.row) for p in problems]
         digests.add(checkpoint.inputs_of(TOY, asked, {})["data.train"])
     assert len(digests) == 4
-    for name in ("c/train-00000-of-00003", "c/train-00002-of-00003", "d/test-00000-of-00001"):
+    for name in ("c/train-00000-of-00003", "c/train-00002-of-00003", "d/test-00000-of-00001", "e/a-of-0", "e/b-of-0"):
         tmp_path.joinpath(name).parent.mkdir(exist_ok=True)
         write(tmp_path / f"{name}.jsonl", {"question": "q", "answer": "1"})
+    assert len(data.load_problems("e")) == 2
     for names, message in (("a,b/mroe.csv", "mroe.csv not found .*Did you mean 'more.csv'"), ("a,", "'' is not known"),
                            ("x*y", r"x\*y matches nothing \(looked for in "), ("a,b/_*", "with the ending ''"),
                            ("c", "c holds 2 files, .*fewer than"), ("[cd]/*", "holds 3 files, .*of several splits")):

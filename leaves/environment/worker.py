@@ -106,7 +106,8 @@ def describe(tool: Callable) -> dict:
     if schema["type"] == "array":
         raise WrongFile(f"{tool.__name__}{inspect.signature(tool)} must take its arguments by name")
     for name, about in schema["properties"].items():
-        about.pop("title", about.pop("default", None))
+        for key in ("title", "default"):
+            about.pop(key, None)
         if found := re.search(rf"(?m)^( +){name}\b[^:\n]*:(.*(?:\n\1 +.*)*)", written):
             about["description"] = " ".join(found[2].split())
     summary = re.split(r"\s*\n(?:Args|Returns|Raises|Yields|Examples?):", written)[0]

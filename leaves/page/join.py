@@ -1,19 +1,25 @@
 """Sum up a run at its end."""
 
-from types import SimpleNamespace
+from pathlib import Path
 
 from config import Config
 from infra.runfolder import RunLog
 from leaves.page.summary import summary
 
 
-def watch(cfg: Config, log: RunLog) -> RunLog:
-    """Print the summary of a run once it has finished, and nothing before."""
-    folder = log.folder  # with the log itself `finish` would keep the run's lock for ever
+class Summary:
+    """Print the summary of a run that has finished, and nothing before."""
 
-    def finish(state: dict) -> None:
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def log(self, values: dict) -> None: ...
+
+    def finish(self, state: dict) -> None:
         if state["state"] == "finished":
-            print(summary(folder), flush=True)
+            print(summary(self.folder), flush=True)
 
-    log.watchers.append(SimpleNamespace(log=lambda values: None, finish=finish))
+
+def watch(cfg: Config, log: RunLog) -> RunLog:
+    log.watchers.append(Summary(log.folder))
     return log

@@ -18,6 +18,7 @@ from infra.lines import rewrite_log
 from leaves.page.test_report import write_run
 
 webdriver = pytest.importorskip("selenium.webdriver")
+from selenium.common.exceptions import StaleElementReferenceException  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
@@ -263,7 +264,7 @@ def test_an_open_page_follows_the_run_and_keeps_its_place(browser, tmp_path, req
     """Opened at step 3 or soon after it, the page shows step 8 later, where the reader was and with his slider."""
     out, page = tmp_path / "run", tmp_path / "page" / "report.html"
     other = write_run(tmp_path / "other", [0.1, 0.5], "seed=7")
-    wait = WebDriverWait(browser, 120, poll_frequency=0.1)
+    wait = WebDriverWait(browser, 120, 0.1, [StaleElementReferenceException])  # the page may read itself anew
     run = subprocess.Popen(training(out, "steps=500"), env=ENVIRONMENT, stderr=subprocess.DEVNULL)
     request.addfinalizer(run.kill)
     wait.until(lambda _: len(runfolder.read_log(out / "samples.jsonl")) >= 2 * 3)
