@@ -5,13 +5,13 @@ import gc
 import os
 import signal
 from collections.abc import Callable
-from threading import Event
 from typing import Any
 
 from settings.loader import ConfigError
-from verify.workers import PATIENCE, prepare_worker, set_alarm
+from verify.workers import prepare_worker, set_alarm
 
 SECONDS, GIB = 15, 4  # of computing, and of memory beside what the program has
+PATIENCE = 10  # times as many seconds by the clock
 
 
 def try_first(what: object, function: Callable, *given: object, seconds: float = SECONDS) -> Any:
@@ -28,7 +28,8 @@ def try_first(what: object, function: Callable, *given: object, seconds: float =
             gc.disable()  # to free what owns threads is to wait for them, and they have stayed behind
             signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            prepare_worker(Event(), GIB << 30)
+            prepare_worker(GIB << 30)
+            os.dup2(2, 1)
             set_alarm(seconds)
             function(*given)
             status = 1

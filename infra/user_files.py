@@ -4,13 +4,15 @@ import functools
 import re
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from infra.user_worker import Source
+from infra.user_worker import Source, load_ahead
 from settings.loader import ConfigError, frozen
-from verify.workers import MEMORY, PATIENCE, TIME, Call, Limits, OverLimit
+from verify.workers import MEMORY, TIME, Limits, OverLimit, call
 
+MOST = 64  # calls at a time: while one waits, others compute
 REPORTED: set[tuple[str, str]] = set()  # files and reasons that `report_once` has reported
 
 
@@ -47,14 +49,18 @@ class UserFile:
 
     setting: str
     source: Source
-    limits: Limits
+    seconds: float  # of computing, and of waiting, for a call
+    gib: float
+    workers: int = MOST
 
     def error(self, what: str) -> ConfigError:
         return ConfigError(f"{self.setting}={self.source.path}: {what}")
 
-    def call(self, function: Callable, *given: object) -> Call:
-        """Call a function in a worker, with the file and the seconds that it has."""
-        return Call(function, self.source, self.limits.seconds, *given, limits=self.limits)
+    def call(self, function: Callable, *given: object) -> Future:
+        """Call a function, with the file, in a worker of its own."""
+        limits = Limits(int(self.gib * 2**30), self.workers, self.seconds,
+                        (load_ahead, self.source, function), once=True)
+        return call(function, self.source, *given, limits=limits)
 
     def checked(self, value: Any, where: str = "") -> Any:
         """Return the value of a call. Raises ConfigError for an error, which is a text."""
@@ -62,7 +68,7 @@ class UserFile:
             raise self.error(value + where)
         return value
 
-    def first_value(self, call: Call, where: str = "") -> Any:
+    def first_value(self, call: Future, where: str = "") -> Any:
         """Wait for a call before the run. Raises ConfigError for an error and if it has to be ended."""
         try:
             return self.checked(call.result(), where)
@@ -80,10 +86,10 @@ class UserFile:
 
     def describe_end(self, ended: OverLimit) -> str:
         """Say how a call was ended, and which setting allows it more."""
-        limits, reason = self.limits, str(ended)
+        names, reason = self.setting.removesuffix("file"), str(ended)  # environment. or reward.custom_
         if reason == TIME:
-            return (f"took more than {limits.seconds:g} s of computing or {PATIENCE} times that by the clock "
-                    f"({limits.settings[0]}), and was ended")
+            return (f"took more than {self.seconds:g} s of computing or of waiting ({names}seconds), and was "
+                    "ended")
         if reason == MEMORY:
-            return f"asked for more than {limits.size / 2**30:g} GiB of memory ({limits.settings[1]})"
+            return f"asked for more than {self.gib:g} GiB of memory ({names}gib)"
         return f"ended its process by {reason}"

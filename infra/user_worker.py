@@ -3,17 +3,14 @@
 Only numbers and texts travel back: an exception of the user's own could not be made again in the trainer.
 """
 
-import functools
-import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-from verify.workers import set_alarm
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,23 +26,40 @@ class Source:
         return [Path(self.path), *(Path(self.path).parent / name for name, _ in self.helpers)]
 
 
-def run_guarded(source: Source, seconds: float, row: dict, work: Callable[[dict], Any]) -> Any:
-    """Load a file, and do some work with its names for a row. Returns the result, or an error as text."""
-    process = os.getpid()
+LOADED: dict[Source, dict | str] = {}  # the names of a file, or why it could not be loaded
+
+
+def load_ahead(source: Source, *functions: Callable) -> None:
+    """Load a file in the host, of which each call is a fork. What is called is loaded before, so that
+    no module beside the file takes the place of one of ours."""
     try:
-        scope = load_once(source)
-        set_alarm(seconds)  # else a worker that has just loaded the file would have less than others
+        LOADED[source] = load(source)
+        if threading.active_count() > 1:
+            raise WrongFile("it starts threads when it is loaded, which no call would have; start them in "
+                            "the function")
+    except MemoryError:
+        raise
+    except BaseException as error:  # SystemExit too: a user's code may raise anything
+        LOADED[source] = describe_error(error, source, {})
+
+
+def run_guarded(source: Source, row: dict, work: Callable[[dict], Any]) -> Any:
+    """Do some work with the names of a file for a row. Returns the result, or an error as text."""
+    if isinstance(scope := LOADED[source], str):
+        return scope
+    try:
         return work(scope)
     except MemoryError:
         raise
-    except WrongFile as error:
+    except BaseException as error:  # as above
+        return describe_error(error, source, row)
+
+
+def describe_error(error: BaseException, source: Source, row: dict) -> str:
+    if isinstance(error, WrongFile):
         return str(error)
-    except BaseException as error:  # SystemExit too: a user's code may raise anything
-        place, text = name_place(error, source.path), on_one_line(error, str)
-        return f"it raises {type(error).__name__}{place}: {text}{name_columns(error, row)}"
-    finally:
-        if os.getpid() != process:  # the function has forked: its child must not answer too
-            os._exit(0)
+    place, text = name_place(error, source.path), on_one_line(error, str)
+    return f"it raises {type(error).__name__}{place}: {text}{name_columns(error, row)}"
 
 
 def name_place(error: BaseException, path: str) -> str:
@@ -71,10 +85,9 @@ class WrongFile(Exception):
     """A function is missing, asks for an unknown argument, or returns another value than it must."""
 
 
-@functools.cache
-def load_once(source: Source) -> dict:
-    """Run the file as a module, with its folder first on sys.path. Modules with the names of its helpers, of
-    Winnow or of another user's file, are unloaded: no worker needs them any more."""
+def load(source: Source) -> dict:
+    """Run the file as a module, with its folder first on sys.path. Modules of Winnow with the names of its
+    helpers are unloaded."""
     folder = Path(source.path).resolve().parent
     for name, text in source.helpers:
         if not (folder / name).is_file() or (folder / name).read_text() != text:
@@ -96,5 +109,5 @@ def on_one_line(value: object, how: Callable[[object], str]) -> str:
     """Write a value on one line of at most 200 characters; its own code may fail at that too."""
     try:
         return " ".join(how(value).split())[:200]
-    except Exception:  # a user's code may raise anything
+    except BaseException:  # a user's code may raise anything
         return f"a {type(value).__name__}"

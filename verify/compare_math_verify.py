@@ -1,7 +1,7 @@
 """Grade by math-verify itself, called as its documentation says, to compare with published figures."""
 
 from verify.grade import ALGEBRA
-from verify.workers import Call, OverLimit
+from verify.workers import OverLimit, call
 
 
 def judge_by_math_verify(pairs: list[tuple[str, str]]) -> list[tuple[bool, str]]:
@@ -9,11 +9,11 @@ def judge_by_math_verify(pairs: list[tuple[str, str]]) -> list[tuple[bool, str]]
 
     The workers' limit (VERIFY_SECONDS) replaces its time-outs. A completion that it does not finish is wrong.
     """
-    calls = [Call(parse_and_verify, gold, text, limits=ALGEBRA) for gold, text in pairs]
+    calls = [call(parse_and_verify, gold, text, limits=ALGEBRA) for gold, text in pairs]
     verdicts = []
-    for call in calls:
+    for future in calls:
         try:
-            verdicts.append(call.result())
+            verdicts.append(future.result())
         except OverLimit as error:
             verdicts.append((False, str(error)))
     return verdicts

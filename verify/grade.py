@@ -8,20 +8,21 @@ gives it no more than VERIFY_BYTES. So no text can hang or crash the trainer, an
 import functools
 import sys
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import replace
 
 from verify.answer import answers_equal, is_readable
 from verify.errors import VerifyError
 from verify.extract import extract, last_number, last_tag
 from verify.number import number, same_numbers
-from verify.workers import WORKERS, Call, Limits, OverLimit
+from verify.workers import WORKERS, Limits, OverLimit, call
 
 VERIFY_SECONDS = 3.0     # of computing: a busy machine changes no reward
 VERIFY_BYTES = 2 << 30   # of memory beyond a new worker's, for a number of billions of digits
 FIRST_SECONDS = 0.1      # of computing for the first try of an answer; nearly all take less
 SHARED_SECONDS = 15.0    # for all second tries of a batch, or FIRST_SECONDS an answer if that is more
 SHOWN_IDS = 10               # ids that a warning names
-ALGEBRA = Limits("verifier", VERIFY_BYTES, WORKERS, VERIFY_SECONDS)
+ALGEBRA = Limits(VERIFY_BYTES, WORKERS, VERIFY_SECONDS)
 
 
 # ---- one answer
@@ -35,14 +36,14 @@ def leave_to_algebra(gold: str, answer: str) -> bool:
 
 
 @functools.lru_cache(maxsize=20_000)
-def begin_verdict(gold: str, answer: str | None, seconds: float = VERIFY_SECONDS) -> str | Call:
+def begin_verdict(gold: str, answer: str | None, seconds: float = VERIFY_SECONDS) -> str | Future:
     """Compare an answer with the gold one. Return the verdict if cheap, else the call that computes it."""
     if answer is None or not answer.strip():
         return "unparsed"
     try:
         return "right" if answers_equal(gold, answer, leave_to_algebra) else "wrong"
     except NeedsAlgebra:
-        return Call(compare_by_algebra, gold, answer, limits=replace(ALGEBRA, seconds=seconds))
+        return call(compare_by_algebra, gold, answer, limits=replace(ALGEBRA, seconds=seconds))
     except Exception:  # an unforeseen text must not end a run of days
         return "unparsed"
 
@@ -67,7 +68,7 @@ def compare_by_algebra(gold: str, answer: str) -> str:
     return "unparsed" if failures else "wrong"
 
 
-def finish_verdict(verdict: str | Call) -> str | bool:
+def finish_verdict(verdict: str | Future) -> str | bool:
     """Wait for a verdict, and return it; "timed_out" or "unparsed" for one that no worker lives to give."""
     if isinstance(verdict, str):
         return verdict
@@ -125,9 +126,9 @@ def judge(pairs: Iterable[tuple[str, str | None]], seconds: float) -> dict[tuple
 
 def unreadable(golds: Iterable[str]) -> set[str]:
     """Return the gold answers that the verifier cannot read; only the same spelling is right for them."""
-    calls = {gold: Call(is_readable, gold, algebra_can_read, limits=ALGEBRA)
+    calls = {gold: call(is_readable, gold, algebra_can_read, limits=ALGEBRA)
              for gold in set(golds) if number(gold) is None}
-    return {gold for gold, call in calls.items() if finish_verdict(call) is not True}
+    return {gold for gold, future in calls.items() if finish_verdict(future) is not True}
 
 
 def algebra_can_read(expression: str) -> bool:

@@ -1,173 +1,320 @@
-"""Call functions in worker processes that are bounded in time and memory and may be killed at any time."""
+"""Call functions in worker processes that are bounded in time and memory and may be killed at any time.
 
-import multiprocessing
+A worker is a fork of a host (host.py), a process that has loaded what its calls need. Hosts are forks of one
+that has imported what is slow. A thread of this program waits for each call.
+"""
+
+import importlib
 import os
+import pickle
 import resource
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import wait
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
-from multiprocessing.synchronize import Event
-from multiprocessing.util import Finalize
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-
-from pebble import CONSTS, ProcessExpired, ProcessPool
+from queue import SimpleQueue
+from socket import (
+    AF_UNIX,
+    SHUT_WR,
+    SO_RCVTIMEO,
+    SOCK_SEQPACKET,
+    SOCK_STREAM,
+    SOL_SOCKET,
+    fromfd,
+    send_fds,
+    socket,
+    socketpair,
+)
+from struct import pack
+from threading import Lock, Thread
+from time import monotonic
 
 from verify.errors import VerifyError
 
-PATIENCE = 10            # a call may take so many times its seconds by the clock, if it waits
 WORKERS = max(1, min(32, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-CONSTS.term_timeout = 0.1  # seconds that pebble leaves a worker to end by SIGTERM, before it kills it
-LIVENESS_SECONDS = 1.0               # seconds between two checks that the workers of a call live
-RESTARTS = 10            # of a call, if workers die and it is not known which call they had
+LOADING = 30.0  # seconds of computing, and of waiting, in which a host must be ready
+STALLED = 5     # seconds in which no more comes of half an answer
+LIBRARIES = 8 << 30  # bytes that a host may take beside a call's: CUDA's libraries map many
+HOSTS = 8       # beyond them the oldest ends
+HOST, WORKER = "h", "w"
+TIME, MEMORY = "too long", "too much memory"
+# A fork has no threads of these libraries; and a call lists a set in the same order in every run.
+FIXED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
 
 class OverLimit(Exception):
     """A limit ended a worker, or it ended itself; the text says how: TIME, MEMORY, or another."""
 
 
-TIME, MEMORY = "too long", "too much memory"
+class Killed(Exception):
+    """A worker or its host was killed, and it may be another call that has done it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The time and memory of a call, and the number of workers for the calls of one purpose."""
+    """The time and memory of a call, and the workers for the calls that share a host."""
 
-    purpose: str
     size: int     # bytes of memory beyond a new worker's
     workers: int
-    seconds: float = field(compare=False)  # of computing; calls of any length share the workers
-    settings: tuple[str, str] = ("", "")   # the names of those that set seconds and size
+    seconds: float = field(compare=False)  # of computing, and of waiting; calls of any length share a host
+    prepare: tuple = ()  # a function and its arguments, called in the host before any call
+    once: bool = False   # each call has a worker of its own, and sees nothing of another call
 
 
-POOLS: dict[Limits, ProcessPool] = {}
+def call(function: Callable, *given: object, limits: Limits) -> Future:
+    """Call a function of a module in a worker, as soon as one is free.
 
-
-def workers(limits: Limits) -> ProcessPool:
-    """Return the workers for calls under these limits; the first call starts them."""
-    if limits in POOLS:
-        return POOLS[limits]
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        sys.exit(1)  # a worker that imports the main program: stop; Call.awaited says why to the user
-    main = getattr(sys.modules["__main__"], "__file__", None)
-    if main and not Path(main).is_file():  # `python - < program`: no worker could ever start
-        raise VerifyError(f"the verifier's processes import the main program, and {main} is no file; "
-                          "run it from one")
-    # A killed worker is replaced by a fork of a process that has done the slow imports.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["verify.algebra", *({"torch"} & sys.modules.keys())])
-    before, path = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS), os.environ.get("PYTHONPATH")
-    # The process that starts the workers imports from the current folder and PYTHONPATH alone.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), path]))
-    try:  # so that a signal to the process group does not end it
-        started = context.Event()
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the event's helper process has lifted it
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.environ.pop("PYTHONPATH") if path is None else os.environ.update(PYTHONPATH=path)
-    pool = ProcessPool(max_workers=limits.workers, context=context, initializer=prepare_worker,
-                       initargs=(started, limits.size))
-    pool.started = started
-    if not POOLS:  # before their semaphores, and not by atexit, which no child process calls
-        Finalize(None, stop_workers, exitpriority=1)
-    return POOLS.setdefault(limits, pool)
-
-
-def stop_workers() -> None:
-    """End all workers. A process that ends waits for them, and they heed no signal to stop."""
-    while POOLS:
-        _, pool = POOLS.popitem()
-        pool.stop()
-        pool.join()
-
-
-def prepare_worker(started: Event, size: int) -> None:
-    """Limit this worker to `size` bytes beside those it has: CUDA's libraries alone take many.
-
-    It prints to stderr, because stdout belongs to the program. It ignores the signals that stop the program:
-    else its call would count as dead, and the program decides by itself when to stop.
+    The future raises OverLimit, RuntimeError for an exception of the function's, and VerifyError if no worker
+    can be started.
     """
-    started.set()
-    import verify.algebra  # noqa: F401, which takes a second of a call if nothing was preloaded (`python -I`)
+    if limits not in POOLS:
+        if len(POOLS) == HOSTS:
+            POOLS.pop(next(iter(POOLS))).close()
+        POOLS[limits] = Pool(limits)
+    return POOLS[limits].call(function, given, limits.seconds)
+
+
+class Pool:
+    """A host, and threads that wait for a worker of it each."""
+
+    def __init__(self, limits: Limits):
+        self.limits, self.host = limits, None
+        self.lock, self.asked, self.threads = Lock(), SimpleQueue(), []
+
+    def call(self, *asked: object) -> Future:
+        future = Future()
+        self.asked.put((future, asked))
+        if len(self.threads) < self.limits.workers:
+            self.threads.append(Thread(target=self.answer, daemon=True))
+            self.threads[-1].start()
+        return future
+
+    def close(self) -> None:
+        """End the threads, and with the last one the host, after all that is asked."""
+        self.asked.put(None)
+
+    def answer(self) -> None:
+        worker = None
+        while waiting := self.asked.get():
+            future, asked = waiting
+            try:
+                try:
+                    worker = worker or Fork(self.living_host(), WORKER, self.limits.size)
+                    future.set_result(worker.ask(*asked))
+                except Killed:
+                    future.set_result(self.ask_alone(*asked))
+            except BaseException as error:  # is raised where the result is read
+                future.set_exception(error)
+            if worker and (self.limits.once or future.exception()):
+                worker = worker.close()
+        if worker:
+            worker.close()
+        self.threads.pop()
+        if self.threads:
+            self.asked.put(None)
+        elif self.host:
+            self.host.close()
+
+    def ask_alone(self, *asked: object) -> object:
+        """Make a call once more, in a host that has no other."""
+        try:
+            with closing(start_host(self.limits)) as host:
+                with closing(Fork(host, WORKER, self.limits.size)) as worker:
+                    return worker.ask(*asked)
+        except Killed:
+            raise OverLimit("signal 9") from None
+
+    def living_host(self) -> "Fork":
+        with self.lock:
+            if self.host and wait([self.host.fate], 0):  # it has ended
+                self.host = self.host.close()
+            self.host = self.host or start_host(self.limits)
+            return self.host
+
+
+class Fork:
+    """A process that a host has forked. The host says in `fate` how it ends, and ends it when that closes."""
+
+    def __init__(self, parent: "Fork", kind: str, size: int):
+        self.channel, self.fate, *theirs = connect()
+        control = fromfd(parent.channel.fileno(), AF_UNIX, SOCK_STREAM)
+        with theirs[0], theirs[1], control, suppress(OSError):  # the parent has ended, as the next line sees
+            send_fds(control, [f"{kind}{size}".encode()], [place.fileno() for place in theirs])
+        if not (pid := self.fate.recv(64)):
+            self.close()
+            raise Killed
+        self.pid = int(pid)
+
+    def ask(self, function: Callable, given: tuple, seconds: float) -> object:
+        """Call a function there, and return its value. Raises OverLimit, RuntimeError and Killed."""
+        try:
+            self.channel.send((function, given, seconds))
+            if not is_ready(seconds, self.pid, self.channel, self.fate):
+                raise OverLimit(TIME)
+            if not self.channel.poll():
+                raise EOFError  # it has ended, and a child of it holds the channel
+            answer = self.channel.recv_bytes()
+        except BlockingIOError as error:
+            raise OverLimit("half an answer") from error
+        except (EOFError, OSError):
+            self.fate.shutdown(SHUT_WR)  # asks the host to end it, if it has closed the channel and lives on
+            status = int(self.fate.recv(64) or -signal.SIGKILL)
+            if status == -signal.SIGKILL:
+                raise Killed from None
+            raise OverLimit(how(status)) from None
+        try:
+            good, value = pickle.loads(answer)
+        except Exception as error:  # the function has written to the channel itself
+            raise OverLimit("an answer that cannot be read") from error
+        if good:
+            return value
+        raise OverLimit(MEMORY) if value == MEMORY else RuntimeError(value)
+
+    def close(self) -> None:
+        """End it, and all that it has started."""
+        self.channel.close()
+        self.fate.close()
+
+
+class Root(Fork):
+    """The process whose forks the hosts are. It ends when this program does."""
+
+    def __init__(self):
+        self.channel, self.fate, *theirs = connect()
+        files = [place.fileno() for place in theirs]
+        start = ("import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from verify import host; "
+                 f"host.serve(*{files})")
+        with theirs[0], theirs[1]:
+            process = subprocess.Popen(  # in a session of its own, so no signal to ours reaches it
+                [sys.executable, "-c", start], env=os.environ | FIXED, stdin=subprocess.PIPE, stdout=2,
+                pass_fds=files, start_new_session=True)
+        with suppress(BrokenPipeError), process.stdin as given:
+            pickle.dump([*sys.path, str(Path(__file__).parents[1])], given)
+        self.pid, self.process = process.pid, process
+        self.ask(import_ahead, ("verify.algebra", *{"pydantic"} & sys.modules.keys()), LOADING)
+
+
+def fork_root(limits: Limits) -> Fork:
+    """Fork the first process, which is started anew if it has been killed."""
+    if not ROOTS or wait([ROOTS[0].fate], 0):
+        try:
+            ROOTS[:] = [Root()]
+        except (OverLimit, Killed, RuntimeError) as error:
+            raise VerifyError(f"no worker can be started: {error or 'it is killed'}") from None
+    return Fork(ROOTS[0], HOST, limits.size + LIBRARIES)
+
+
+def start_host(limits: Limits) -> Fork:
+    """Start a host, and let it get ready. Raises as `call` does, and Killed."""
+    with STARTING:
+        try:
+            host = fork_root(limits)
+        except Killed:  # before it was asked
+            ROOTS.clear()
+            host = fork_root(limits)
+    function, *given = limits.prepare or [os.getpid]
+    try:
+        host.ask(function, given, LOADING)
+        return host
+    except OverLimit as error:
+        why = f"taking more than {LOADING:g} s to load" if str(error) == TIME else str(error)
+        raise OverLimit(why) from None
+
+
+def forget() -> None:
+    """Start anew in a fork, because threads and processes are the parent's."""
+    POOLS.clear()
+    ROOTS.clear()
+
+
+POOLS: dict[Limits, Pool] = {}
+ROOTS: list[Root] = []  # one, or none yet
+STARTING = Lock()
+os.register_at_fork(after_in_child=forget)
+
+
+def import_ahead(*names: str) -> None:
+    for name in names:
+        importlib.import_module(name)
+
+
+def connect() -> tuple[Connection, socket, socket, socket]:
+    """Make two pairs of sockets, for calls and for the end of a process: our ends, and its ends."""
+    (ours, theirs), (fate, told) = socketpair(), socketpair(AF_UNIX, SOCK_SEQPACKET)
+    ours.setsockopt(SOL_SOCKET, SO_RCVTIMEO, pack("ll", STALLED, 0))
+    return Connection(ours.detach()), fate, theirs, told
+def how(status: int) -> str:
+    """Say how a process ended by itself."""
+    if status == -signal.SIGPROF:
+        return TIME
+    return f"signal {-status}" if status < 0 else "an exit of its own"
+
+
+def is_ready(seconds: float, pid: int, *places: object) -> bool:
+    """Wait until there is something to read in one of the places. False if the process has waited for so many
+    seconds, at least one, or has computed for longer than them in spite of its alarm.
+
+    To queue for a processor is neither, so a busy machine changes nothing.
+    """
+    start, before, waited, most = monotonic(), measure(pid), 0.0, max(1.0, seconds)
+    while not wait(places, max(0.01, most - waited)):
+        now = measure(pid)
+        waited = monotonic() - start - (now.had - before.had) - (now.queued - before.queued)
+        if waited >= most and not now.runs or now.had - before.had >= seconds + 1:
+            return bool(wait(places, 0))
+    return True
+
+
+@dataclass(slots=True)
+class Usage:
+    """Seconds that a process and its descendants had a processor or queued for one, and if one does now."""
+
+    had: float = 0.0
+    queued: float = 0.0
+    runs: bool = False
+
+
+def measure(pid: int | str) -> Usage:
+    """Measure a process; nothing if it has ended."""
+    usage = Usage()
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with suppress(OSError):
+            had, queued, _ = (task / "schedstat").read_text().split()
+            parts = [Usage(int(had) / 1e9, int(queued) / 1e9, ") R " in (task / "stat").read_text()),
+                     *map(measure, (task / "children").read_text().split())]
+            for part in parts:
+                usage.had += part.had
+                usage.queued += part.queued
+                usage.runs |= part.runs
+    return usage
+
+
+# ---- in a worker
+
+def prepare_worker(size: int, lasting: bool = True) -> None:
+    """Limit this process, for good if `lasting`, to `size` bytes beside those it has.
+
+    It ignores the signals that stop the program, which decides by itself when to stop.
+    """
     for ending in STOP_SIGNALS:
         signal.signal(ending, lambda *_: None)  # unlike SIG_IGN not inherited by a child process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     allowed = resource.getrlimit(resource.RLIMIT_AS)[1]
     most = used + size if allowed == resource.RLIM_INFINITY else min(used + size, allowed)
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    os.dup2(2, 1)
-    leave = os._exit
-    os._exit = lambda status: leave(status or 1)  # pebble would wait for ever for a worker that exits with 0
-
-
-def call_with_alarm(function: Callable, seconds: float, *args: object) -> object:
-    """Call a function in this worker, and end the worker after `seconds` of computing.
-
-    An alarm without a handler ends the process at once, even in the middle of a power of integers, and even
-    if the trainer has died and cannot kill its workers.
-    """
-    set_alarm(seconds)
-    try:
-        return function(*args)
-    finally:
-        set_alarm(0)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most if lasting else allowed))
 
 
 def set_alarm(seconds: float) -> None:
-    """Allow this worker so many more seconds of computing; 0: no limit."""
+    """Allow this process so many more seconds of computing; 0: no limit.
+
+    An alarm without a handler ends it at once, even in the middle of a power of integers.
+    """
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, seconds)
-
-
-class Call:
-    """Call a function in a worker. The call starts at once, and `result` waits for it."""
-
-    def __init__(self, function: Callable, *args: object, limits: Limits):
-        self.limits = limits
-        self.args = function, limits.seconds, *args
-        self.start()
-
-    def start(self) -> None:
-        self.pool = workers(self.limits)
-        timeout = PATIENCE * max(1, self.limits.seconds)
-        try:
-            self.future = self.pool.schedule(call_with_alarm, args=self.args, timeout=timeout)
-        except RuntimeError:  # an idle worker was killed from outside, and pebble gives up the whole pool
-            del POOLS[self.limits]
-            self.pool.stop()
-            self.pool.join()  # else its threads and semaphores stay
-            self.start()
-
-    def result(self) -> object:
-        """Return the function's value. Raises its exceptions, OverLimit, and VerifyError if no worker lives
-        long enough to take the call."""
-        try:
-            return self.awaited()
-        finally:
-            self.pool = None  # the cache of verdicts must not keep a pool that has been replaced
-
-    def awaited(self) -> object:
-        for _ in range(RESTARTS):
-            try:
-                while not wait([self.future], LIVENESS_SECONDS).done:
-                    if not self.pool.active:  # it has forgotten this call
-                        raise BrokenProcessPool
-                return self.future.result()
-            except ProcessExpired as error:
-                how = f"signal {-error.exitcode}" if error.exitcode < 0 else "an exit of its own"
-                raise OverLimit(TIME if error.exitcode == -signal.SIGPROF else how) from error
-            except (TimeoutError, MemoryError) as error:
-                raise OverLimit(MEMORY if isinstance(error, MemoryError) else TIME) from error
-            except BrokenProcessPool:  # a worker has died, and it is not known which call it had
-                if self.pool and not self.pool.started.is_set():
-                    main = getattr(sys.modules["__main__"], "__file__", "the main program")
-                    raise VerifyError(f"no process of the {self.limits.purpose} lives to take a call: each "
-                                      f"imports {main}, which must run what it runs under "
-                                      "`if __name__ == \"__main__\":`") from None
-                self.start()
-        raise OverLimit("its workers are ended from outside")

@@ -1,6 +1,7 @@
 """Call the user's own environment (environment.file), in workers that may be ended."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +11,7 @@ from leaves.environment.settings import Environment
 from leaves.environment.worker import Reply, Turn, list_schemas, make_reply, reply_to, run_silently
 from records import Problem, frozen
 from settings.loader import ConfigError
-from verify.workers import WORKERS, Call, Limits, OverLimit
+from verify.workers import OverLimit
 
 CHARACTERS = 200  # of one token at most, so that a reply with more for each token of the context cannot fit
 
@@ -19,7 +20,7 @@ CHARACTERS = 200  # of one token at most, so that a reply with more for each tok
 class EnvironmentFile(UserFile):
     """A file with reply(), tools, or a class."""
 
-    settings: Environment
+    settings: Environment = Environment()
     tools: tuple[dict, ...] = ()  # as chat templates take them; empty with reply()
     format: str = "plain"         # of their calls
 
@@ -35,12 +36,12 @@ class EnvironmentFile(UserFile):
                 "set it to plain and describe them in data.system_prompt, or set data.chat_template")
         return replace(self, format=form)
 
-    def ask(self, prompt: str, turns: Sequence[str], row: dict) -> Call:
+    def ask(self, prompt: str, turns: Sequence[str], row: dict) -> Future:
         """Ask for the reply to the last turn; the policy's are by turns with the environment's."""
         turn = Turn(prompt, turns, row, self.format, CHARACTERS * self.settings.max_context)
         return self.call(run_silently, partial(reply_to, turn=turn), row)
 
-    def wait(self, call: Call, row_id: str) -> Reply:
+    def wait(self, call: Future, row_id: str) -> Reply:
         """Wait for a reply; a call that has to be ended is a failure, which is said once for each reason.
 
         Raises ConfigError for an error in the file.
@@ -69,7 +70,6 @@ def open_environment(settings: Environment) -> EnvironmentFile | None:
     """Read the file of an environment and list its tools; None without a file. Raises ConfigError."""
     if settings.file is None:
         return None
-    limits = Limits("environment", int(settings.gib * 2**30), WORKERS, settings.seconds,
-                    ("environment.seconds", "environment.gib"))
-    own = EnvironmentFile("environment.file", read_file(settings.file, "environment.file"), limits, settings)
+    own = EnvironmentFile("environment.file", read_file(settings.file, "environment.file"), settings.seconds,
+                          settings.gib, settings=settings)
     return replace(own, tools=tuple(own.first_value(own.call(run_silently, list_schemas, {}))))

@@ -8,6 +8,7 @@ without it. The policy's own tokens are never made again from text (README.md).
 `EnvironmentEngine` stands in for the engine, so rollouts, votes and evaluations go through it alike.
 """
 
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from itertools import chain, pairwise
 from typing import Any
@@ -23,7 +24,6 @@ from leaves.environment.file import EnvironmentFile, open_environment
 from leaves.environment.replies import Splicer
 from records import Batch, Metrics, Request, Rolled, Sample, frozen
 from rollout import Engine
-from verify.workers import Call
 
 
 def tokenizer(cfg: Any, plain: Tokenizer) -> Tokenizer:
@@ -193,7 +193,7 @@ class EnvironmentEngine:
         length = so_far.length if so_far else 0
         return self.file.settings.max_context - len(request.prompt.ids) - length
 
-    def ask(self, request: Request, piece: Dialogue) -> Call | None:
+    def ask(self, request: Request, piece: Dialogue) -> Future | None:
         """Ask for the reply to a turn; None if it has not ended, or has ended the completion.
 
         A call of a tool is answered behind any token that ends a sequence.
@@ -203,7 +203,7 @@ class EnvironmentEngine:
         prompt, turns = request.prompt, self.tokenizer.read(join(request.so_far, piece))
         return self.file.ask(self.tokenizer.decode(prompt.ids), turns, prompt.row)
 
-    def answered(self, request: Request, piece: Dialogue, call: Call | None) -> Dialogue:
+    def answered(self, request: Request, piece: Dialogue, call: Future | None) -> Dialogue:
         """Append the reply to a turn if it fits, and count its calls."""
         whole = join(request.so_far, piece)
         room = self.room(request, whole)

@@ -27,6 +27,7 @@ from leaves.environment.settings import Environment
 from leaves.environment.worker import Reply, Turn, list_tools, reply_to
 from records import Problem, Prompt, Request, Sample
 from settings.loader import ConfigError
+from verify import workers
 
 REPLY = "def reply(text, row):\n    return "
 SUMS = """import re
@@ -288,7 +289,7 @@ def test_a_call_in_any_notation_is_run_or_is_an_error_that_shows_how_to_write_on
     ("add", "{}", "error: a: Missing required argument"), ("add", '{"a": NaN}', "error: a: Input should be a finite"),
     ("add", '{"a": 1, "c": 2}', "error: c: Unexpected keyword"), ("fail", '{"text": "x"}', "error: ValueError: no x"),
     ("Add", '{"a": 1}', "error: there is no tool 'Add'; there are add, fail, clock"),
-    ("fail", r'{"text": "\ud800"}', "error: ValueError: no ?"),  # no tokenizer takes half of a surrogate pair
+    ("fail", r'{"text": "\ud800"}', "error: ValueError: no \ud800"),
     *(("fail", f'{{"text": "}}{{ {tag}\n"}}', f"error: ValueError: no }}{{ {tag}") for tag in (
         "</tool_call>", "<tool_call>", "</think>", "<think>", "[TOOL_CALLS]", "<invoke name=x>", "```tool")),
     ("fail", f'{{"text": "{10**6 * "x"}"}}', "error: ValueError: no xxx")])
@@ -358,8 +359,6 @@ def test_an_environment_as_trl_has_it_is_made_anew_and_its_earlier_calls_are_rep
     (f"{REPLY}5", r"reply\(\) returns 5; it must be a text, a list"), (f"{REPLY}''", r"reply\(\) returns ''; it must"),
     (f"{REPLY}[{{'role': 'user'}}]", r"returns the message \{'role': 'user'\}; each must have a role"),
     (f"{REPLY}row['nothing']", "it raises KeyError in line 2: 'nothing'; the row has question, number, start"),
-    (f"{REPLY}'\\ud800'", "it raises UnicodeEncodeError"),
-    (f"{REPLY}[{{'role': 'user', 'content': '\\ud800'}}]", "it raises UnicodeEncodeError"),
     ("", r"it must have one of reply\(text, row\), tools = \[add\] and environment = MyClass; it has none"),
     (GAME.partition("environment")[0], "and environment = MyClass; it has Game"),
     (SUMS + ADD, "it must have one of reply"), (GAME + ADD, "it must have one of reply"),
@@ -368,9 +367,10 @@ def test_an_environment_as_trl_has_it_is_made_anew_and_its_earlier_calls_are_rep
     *((GAME.replace(*change), r"environment must be a class with reset\(\*\*row\), methods as tools, no get_reward")
       for change in (("reset", "start"), ("guess", "get_reward"), ("= Game", "= {'game': Game}"))),
     (GAME, r"reset\(\) returns 'Begin', which the prompt does not hold; append it to the question in the data"),
-    ("def reply(text:", "it raises SyntaxError"), ("while True: pass", "before the run, a call took more than 1 s of")])
-def test_a_wrong_or_hostile_file_ends_in_one_line(source, message, tmp_path, capfd):
+    ("def reply(text:", "it raises SyntaxError"), ("while True: pass", "taking more than 1 s to load")])
+def test_a_wrong_or_hostile_file_ends_in_one_line(source, message, tmp_path, capfd, monkeypatch):
     """What their processes may do is that of a reward's (leaves/own_rewards)."""
+    monkeypatch.setattr(workers, "LOADING", 1.0)
     problems = [Problem("q", "q?", "1", row={"question": "q?", "number": 7, "start": "Begin"})]
     with pytest.raises(ConfigError, match=f"^environment.file={tmp_path}/mine.py: [^\n]*{message}"):
         opened(tmp_path, source).try_rows(problems)
@@ -382,7 +382,7 @@ def test_a_call_that_is_ended_ends_its_completion_and_is_said_once(tmp_path, cap
     file = opened(tmp_path, "def reply(text, row):\n    print('x')\n    while text: pass\n")
     assert [ask(file, "a", "q7"), ask(file, "b", "q8")] == [Reply(None, failures=1)] * 2
     assert list(capfd.readouterr()) == ["", (
-        f"environment.file={tmp_path}/mine.py: a call took more than 1 s of computing or 10 times that by the clock "
+        f"environment.file={tmp_path}/mine.py: a call took more than 1 s of computing or of waiting "
         "(environment.seconds), and was ended (row q7); its completion ends there, as of all that end so "
         "(environment/failures)\n")]
     read_file.cache_clear()

@@ -5,18 +5,20 @@ Only plain values travel back: an exception of the user's own could not be made 
 """
 
 import asyncio
-import copy
 import inspect
 import json
 import os
 import re
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Pipe, wait
 
 from pydantic import TypeAdapter, ValidationError, validate_call
 
 from infra.user_worker import Source, WrongFile, on_one_line, run_guarded
 from leaves.environment.calls import WANTED, ToolCall, read_calls
+from verify.workers import how, set_alarm
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Reply:
     failures: int = 0
 
 
-def run_silently(source: Source, seconds: float, work: Callable, row: dict) -> object:
+def run_silently(source: Source, work: Callable, row: dict) -> object:
     """Do some work with the names of a file, and drop what it prints: that would be printed for every turn.
 
     Returns an error as text.
@@ -48,7 +50,7 @@ def run_silently(source: Source, seconds: float, work: Callable, row: dict) -> o
     for stream in (1, 2):
         os.dup2(nowhere, stream)
     os.close(nowhere)
-    return run_guarded(source, seconds, row, work)
+    return run_guarded(source, row, work)
 
 
 def list_schemas(scope: dict) -> list[dict]:
@@ -89,7 +91,7 @@ def play(factory: Callable, turn: Turn | None) -> dict[str, Callable]:
         raise WrongFile("environment must be a class with reset(**row), methods as tools, no get_reward(); "
                         "a reward is a function of reward.custom_file")
     if turn:
-        shown = reset(**copy.deepcopy(turn.row))
+        shown = reset(**turn.row)
         if shown is not None and str(shown).strip() not in turn.prompt:
             raise WrongFile(f"reset() returns {on_one_line(shown, repr)}, which the prompt does not hold; "
                             "append it to the question in the data, as TRL does, or return None")
@@ -105,6 +107,8 @@ def describe(tool: Callable) -> dict:
     schema.pop("additionalProperties", None)
     if schema["type"] == "array":
         raise WrongFile(f"{tool.__name__}{inspect.signature(tool)} must take its arguments by name")
+    if inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
+        raise WrongFile(f"{tool.__name__}() must return its result, and not yield it")
     for name, about in schema["properties"].items():
         for key in ("title", "default"):
             about.pop(key, None)
@@ -118,9 +122,10 @@ def describe(tool: Callable) -> dict:
 def reply_to(scope: dict, turn: Turn) -> Reply:
     """Reply to a turn."""
     if tools := list_tools(scope, turn):
-        results = [run_tool(tools, call, turn) for call in read_calls(turn.turns[-1], tools)]
-        return make_reply(results, turn.format)
-    content = scope["reply"]("".join(turn.turns), copy.deepcopy(turn.row))
+        calls = read_calls(turn.turns[-1], tools)
+        run = run_apart if "tools" in scope and len(calls) > 1 else run_tool
+        return make_reply([run(tools, call, turn) for call in calls], turn.format)
+    content = scope["reply"]("".join(turn.turns), turn.row)
     match content:
         case None:
             return Reply(None, calls=0)
@@ -142,10 +147,8 @@ def check_message(message: object, turn: Turn) -> dict:
 
 
 def shorten(text: str, turn: Turn) -> str:
-    """Cut off characters that cannot fit. Raises UnicodeEncodeError for half of a surrogate pair, which no
-    tokenizer takes."""
-    text.encode()
-    return text[:turn.longest]
+    """Cut off characters that cannot fit. A class of the user's own for texts stays behind."""
+    return str.__str__(text)[:turn.longest]
 
 
 def make_reply(results: list[tuple], form: str) -> Reply:
@@ -154,6 +157,23 @@ def make_reply(results: list[tuple], form: str) -> Reply:
     if form == "plain":
         content = "".join(f"\n{text}\n" for _, text, _ in results)
     return Reply(content or None, len(results), sum(failed for *_, failed in results))
+
+
+def run_apart(tools: dict, call: object, turn: Turn) -> tuple[str, str, bool]:
+    """Run one of several calls in a fork, so that it leaves nothing behind for the next one."""
+    seconds, (receive, send) = signal.getitimer(signal.ITIMER_PROF)[0], Pipe(duplex=False)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            set_alarm(seconds)
+            send.send(run_tool(tools, call, turn))
+        finally:
+            os._exit(0)
+    wait([receive, os.pidfd_open(pid)])
+    result = receive.recv() if receive.poll() else None
+    os.kill(pid, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return result or ("", f"error: the call was ended: {how(status)}", True)
 
 
 def run_tool(tools: dict, call: object, turn: Turn) -> tuple[str, str, bool]:
@@ -178,7 +198,6 @@ def run_tool(tools: dict, call: object, turn: Turn) -> tuple[str, str, bool]:
         raise
     except ValidationError as error:
         reason = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-    except Exception as error:  # a call or a tool may raise anything
+    except BaseException as error:  # SystemExit too: a call or a tool may raise anything
         reason = f"{type(error).__name__}: {on_one_line(error, str)}"
-    text = f"error: {reason}{advice}".encode(errors="replace").decode()
-    return name, shorten(text, turn), True
+    return name, shorten(f"error: {reason}{advice}", turn), True

@@ -8,27 +8,27 @@ exception and no result can end the trainer.
 import functools
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import field
 
 from config import Reward
-from infra.user_files import UserFile, read_file
+from infra.user_files import MOST, UserFile, read_file
 from leaves.own_rewards.worker import call_functions
 from records import Problem, Prompt, Rewards, frozen
-from verify.workers import TIME, WORKERS, Call, Limits, OverLimit
+from verify.workers import TIME, OverLimit
 
 
 @frozen
 class RewardFile(UserFile):
     """A file of reward functions."""
 
-    functions: tuple[str, ...]
+    functions: tuple[str, ...] = ()
 
     @staticmethod
     def of(cfg: Reward) -> "RewardFile":
-        limits = Limits("reward function", int(cfg.custom_gib * 2**30), cfg.custom_workers or WORKERS,
-                        cfg.custom_seconds, ("reward.custom_seconds", "reward.custom_gib"))
         source, functions = read_file(cfg.custom_file, "reward.custom_file"), tuple(cfg.functions.values())
-        return RewardFile("reward.custom_file", source, limits, functions)
+        return RewardFile("reward.custom_file", source, cfg.custom_seconds, cfg.custom_gib,
+                          cfg.custom_workers or MOST, functions=functions)
 
 
 @frozen
@@ -43,13 +43,13 @@ class RewardCall:
     row_id: int  # id(row); the row lives as long as this
 
 
-def start_call(own: RewardFile, problem: Problem | Prompt, turns: Sequence[str], tokens: int) -> Call:
+def start_call(own: RewardFile, problem: Problem | Prompt, turns: Sequence[str], tokens: int) -> Future:
     """Start all functions on one completion, in one call. An equal completion is not judged again."""
     return start_once(own, RewardCall(tuple(turns), problem.answer, tokens, problem.row, id(problem.row)))
 
 
 @functools.lru_cache(maxsize=20_000)
-def start_once(own: RewardFile, judged: RewardCall) -> Call:
+def start_once(own: RewardFile, judged: RewardCall) -> Future:
     known = {
         "text": judged.turns[-1],  # what the policy has said last
         "gold": judged.gold,
@@ -60,7 +60,7 @@ def start_once(own: RewardFile, judged: RewardCall) -> Call:
     return own.call(call_functions, own.functions, known)
 
 
-def read_values(own: RewardFile, cfg: Reward, call: Call, row_id: str, timed_out: bool) -> dict[str, float]:
+def read_values(own: RewardFile, cfg: Reward, call: Future, row_id: str, timed_out: bool) -> dict[str, float]:
     """Wait for a call: a value of each function, nan for None, and whether the call was ended.
 
     All functions of a call that was ended have the value reward.custom_ended. Raises ConfigError for anything

@@ -1,8 +1,6 @@
 """Reward functions of one's own: what they are given, what they may return, what is said of those that fail."""
 
 import re
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +14,10 @@ import train
 from collect import describe_missing
 from config import ConfigError, Reward
 from data import load_problems
-from infra import results, user_files, user_worker
+from infra import results
 from leaves.own_rewards import calls, worker
 from records import Problem, Prompt
 from reward import list_components, reward_range, score
-from verify import workers
 
 ROW = {"question": "q", "tests": [1, 2], "deep": {"a": [3]}}
 PROBLEM = Problem("q", "q?", "1", row=ROW)
@@ -103,16 +100,12 @@ def test_helpers_beside_the_file_may_have_the_names_of_our_modules(tmp_path):
     assert parts(own(path), "a")[0]["custom"] == 0.75
 
 
-def test_two_files_may_have_helpers_of_one_name(tmp_path, monkeypatch):
-    """Also in one process, as a worker is that has called both."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+def test_two_files_may_have_helpers_of_one_name(tmp_path):
     for folder, worth in (("one", 0.25), ("two", 0.5)):
         (tmp_path / folder).mkdir()
         file_of(tmp_path / folder, f"WORTH = {worth}", "helper.py")
         path = file_of(tmp_path / folder, "import helper\ndef reward(text):\n    return helper.WORTH\n")
-        scope = user_worker.load_once(user_files.read_file(str(path), "reward.custom_file"))
-        assert scope["reward"]("a") == worth
+        assert parts(own(path), "a")[0]["custom"] == worth
 
 
 def test_a_mistake_in_a_helper_is_named_there(tmp_path):
@@ -156,15 +149,11 @@ def test_a_call_that_is_slow_is_told_apart_from_one_that_dies_and_its_worth_is_t
                              "    if 'big' in text: bytearray(10**13)\n    return 1")
     cfg = own(path, custom_seconds=0.2, custom_workers=1, custom_ended=-1)
     results = parts(cfg, "slow", "kill", "big", "good", "slow 2")
-    limits = calls.RewardFile.of(cfg).limits
-    pool = workers.workers(limits)
-    assert pool is workers.workers(replace(limits, seconds=9.0)) is not workers.workers(replace(limits, workers=2))
     assert [(p["custom"], p["timed_out"], p["died"]) for p in results] == [
         (-1, 1, 0), (-1, 0, 1), (-1, 0, 1), (1, 0, 0), (-1, 1, 0)]
     said = capfd.readouterr().err.splitlines()
     assert [re.search("a call (.*); its value is -1 ", line)[1] for line in said] == [
-        "took more than 0.2 s of computing or 10 times that by the clock (reward.custom_seconds), and was ended (row "
-        "q)", "ended its process by signal 9 (row q)",
+        "took more than 0.2 s of computing or of waiting (reward.custom_seconds), and was ended (row q)", "ended its process by signal 9 (row q)",
         "asked for more than 2 GiB of memory (reward.custom_gib) (row q)"]
 
 
@@ -286,7 +275,9 @@ END = "def reward(text, gold, tokens, row):\n    "
 HOSTILE = {
     "sys.exit": (END + "import sys; sys.exit(0)", "it raises SystemExit in line 2: 0"),
     "os._exit": (END + "import os; os._exit(0)", r"a call ended its process by an exit of its own \(row toy/train/0\)"),
-    "sleeps": (END + "import time; time.sleep(10**6)", "3 s of computing or 10 times that by the clock"),
+    "sleeps": (END + "import time; time.sleep(10**6)", "3 s of computing or of waiting"),
+    "threads": ("import threading, time\nthreading.Thread(target=time.sleep, args=(99,)).start()\n" + END + "return 1",
+                "it starts threads when it is loaded, which no call would have; start them in the function"),
     "nan": (END + "return float('nan')", r"reward\(\) returns nan; it must be a number in \[-1, 1\]"),
     "2.0": (END + "return 2.0", r"reward\(\) returns 2.0; it must be a number in \[-1, 1\], whose weight is rew"),
     "none": (END + "return None", None),
@@ -309,9 +300,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_files_end_in_one_line_or_do_no_harm(case, tmp_path, capfd, monkeypatch):
-    if case == "sleeps":  # which only the clock ends
-        monkeypatch.setattr(workers, "PATIENCE", 1)
+def test_hostile_files_end_in_one_line_or_do_no_harm(case, tmp_path, capfd):
     source, message = HOSTILE[case]
     (tmp_path / "own").mkdir()
     path = file_of(tmp_path / "own", source)

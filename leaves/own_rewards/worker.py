@@ -9,12 +9,10 @@ from collections.abc import Callable, Sequence
 from infra.user_worker import Source, WrongFile, on_one_line, run_guarded
 
 
-def call_functions(source: Source, seconds: float, names: Sequence[str], known: dict,
-                   ) -> list[float | None] | str:
+def call_functions(source: Source, names: Sequence[str], known: dict) -> list[float | None] | str:
     """Call functions of a file on one completion. They may ask for all that is `known` of it. Returns their
     values, or an error as text."""
-    return run_guarded(source, seconds, known["row"],
-                       lambda scope: [call_one(scope, name, known) for name in names])
+    return run_guarded(source, known["row"], lambda scope: [call_one(scope, name, known) for name in names])
 
 
 def call_one(scope: dict, name: str, known: dict) -> float | None:

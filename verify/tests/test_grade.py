@@ -1,12 +1,18 @@
 """Grades, the processes that verify and may be killed, labelled cases, and programs that call `grade`."""
 
+import gc
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import Future
+from dataclasses import replace
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -19,8 +25,8 @@ from verify.errors import VerifyError
 from verify.grade import grade
 
 
-def call(function, *args):
-    return workers.Call(function, *args, limits=grading.ALGEBRA)
+def call(function, *args, **limits):
+    return workers.call(function, *args, limits=replace(grading.ALGEBRA, **limits))
 
 
 def test_an_answer_beside_another_that_cannot_be_read():
@@ -45,18 +51,103 @@ def test_hostile_answers_are_wrong_and_their_process_is_replaced(answer, monkeyp
     assert verdict("a+1", "1+a") == "right"
 
 
-def test_calls_that_wait_for_workers_that_are_gone_are_made_again_and_nothing_stays_behind():
-    """An idle worker that is killed takes its pool with it, and pebble forgets what that was asked meanwhile."""
-    call(os.getpid).result()
+@pytest.mark.parametrize("generation", [0, 1, 2])
+@pytest.mark.parametrize("once", [False, True])
+def test_a_call_whose_worker_or_host_is_killed_is_made_again_and_nothing_stays_behind(generation, once):
+    """A worker, its host, and the one that forks hosts; by another call or from outside."""
+    limits = {"workers": 1, "once": once}
+    call(os.getpid, **limits).result()
     threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        worker, pool = call(os.getpid).result(), workers.POOLS[call(os.getpid).limits]
-        os.kill(worker, 9)
-        waiting = [call(os.getpid) for _ in range(3)]
-        pool.stop()
-        assert worker not in [call.result() for call in waiting]
-        assert call(os.getpid).result() and workers.POOLS[waiting[0].limits] is not pool
+        line = call(ancestors, **limits).result()
+        os.kill(line[generation], signal.SIGKILL)
+        assert {call(ancestors, **limits).result()[0] for _ in range(3)}.isdisjoint(line)
+    gc.collect()
     assert threading.active_count() <= threads and len(os.listdir("/proc/self/fd")) <= files
+
+
+def ancestors() -> list[int]:
+    """This process, its parent, and the parent of that."""
+    line = [os.getpid()]
+    for _ in range(2):
+        line.append(int(Path(f"/proc/{line[-1]}/stat").read_text().rpartition(")")[2].split()[1]))
+    return line
+
+
+def test_a_call_that_kills_its_host_ends_alone():
+    limits = {"workers": 4, "once": True}
+    calls = [call(exec, "import os, time; os.kill(os.getppid(), 9); time.sleep(9)", **limits),
+             *(call(time.sleep, 0.2, **limits) for _ in range(3))]
+    with pytest.raises(workers.OverLimit, match="signal 9"):
+        calls[0].result()
+    assert [each.result() for each in calls[1:]] == [None] * 3
+
+
+# what a call does -> how it ends (None: with None, as any other)
+ENDS = {
+    "import os; os._exit(0)": "OverLimit an exit of its own", "exit()": "RuntimeError SystemExit",
+    "raise KeyboardInterrupt": "RuntimeError KeyboardInterrupt", "import os; os.abort()": "OverLimit signal 6",
+    "x = bytes(1 << 40)": "OverLimit too much memory", "while True: pass": "OverLimit too long",
+    "import time; time.sleep(99)": "OverLimit too long",
+    "import signal\nsignal.signal(27, signal.SIG_IGN)\nwhile True: pass": "OverLimit too long",
+    "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)": "OverLimit too long",
+    "import os; os.closerange(0, 99)": "OverLimit an exit of its own",
+    "import os\nif os.fork() == 0: os.setsid(); import time; time.sleep(99)": None,
+    "import os\nos.fork()": None, "input()": "RuntimeError EOFError",
+    "import threading, time; threading.Thread(target=time.sleep, args=[99]).start()": None,
+    "import os, resource; resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0)); os.chdir('/'); os.environ.clear()": None,
+    "import pickle, sys; pickle.dumps = None; sys.setrecursionlimit(60)": None,
+}
+
+
+@pytest.mark.parametrize("code", ENDS)
+def test_whatever_a_call_does_ends_with_it(code):
+    limits = {"workers": 1, "seconds": 0.5, "once": True}
+    before = call(state, **limits).result()
+    try:
+        said = call(exec, code, **limits).result()
+    except (workers.OverLimit, RuntimeError) as error:
+        said = f"{type(error).__name__} {error}"
+    assert said is ENDS[code] or said.startswith(ENDS[code])
+    assert call(state, **limits).result() == before
+
+
+def state() -> tuple:
+    """What a call finds: folder, environment, a signal, threads, limits and files."""
+    return (os.getcwd(), dict(os.environ), signal.getsignal(signal.SIGPROF), threading.active_count(),
+            resource.getrlimit(resource.RLIMIT_NOFILE), sys.getrecursionlimit(), len(os.listdir("/proc/self/fd")))
+
+
+@pytest.mark.parametrize("ended", ["worker", "host"])
+def test_what_a_call_has_started_ends_with_its_worker_or_its_host(ended):
+    pid, host = call(leave_behind, workers=1, once=True).result()
+    if ended == "host":
+        os.kill(host, signal.SIGKILL)
+    assert wait([os.pidfd_open(pid)], 60) if Path(f"/proc/{pid}").exists() else True
+
+
+def leave_behind() -> tuple[int, int]:
+    """Start a process in a session of its own, whose parent has ended; returns its pid and that of the host."""
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        if (pid := os.fork()) == 0:
+            time.sleep(600)
+        os.write(writer, str(pid).encode())
+        os._exit(0)
+    return int(os.read(reader, 64)), os.getppid()
+
+
+def test_waiting_calls_take_the_longest_and_not_their_sum_and_a_busy_machine_is_no_waiting():
+    """Sixteen wait at a time; and sixteen that compute take longer by the clock than their seconds, on any machine of
+    fewer cores, and end well."""
+    limits = {"workers": 16, "once": True}
+    start = time.monotonic()
+    waiting = [call(time.sleep, 1.0, **limits) for _ in range(16)]
+    assert {each.result() for each in waiting} == {None} and time.monotonic() - start < 12
+    computing = [call(exec, "import time\nwhile time.process_time() < 0.4: pass", seconds=0.6, **limits)
+                 for _ in range(16)]
+    assert {each.result() for each in computing} == {None}
 
 
 def allocate(gibibytes: int) -> int:
@@ -69,10 +160,15 @@ def test_a_worker_gets_no_more_memory_than_it_may_have():
         call(allocate, 3).result()
 
 
+def ended(result: object) -> Future:
+    future = Future()
+    (future.set_exception if isinstance(result, Exception) else future.set_result)(result)
+    return future
+
+
 def test_more_answers_than_the_cache_holds_are_each_verified_once(monkeypatch):
     started = []
-    monkeypatch.setattr(grading.Call, "start", lambda self: started.append(self.args))
-    monkeypatch.setattr(grading.Call, "result", lambda self: "right")
+    monkeypatch.setattr(grading, "call", lambda *asked, limits: started.append(asked) or ended("right"))
     count = grading.begin_verdict.cache_info().maxsize + 100
     assert {g["verdict"] for g in grade([("a+b", f"#### $b+a+{i}$") for i in range(count)])} == {"right"}
     assert len(started) == count
@@ -83,13 +179,8 @@ def test_more_answers_than_the_cache_holds_are_each_verified_once(monkeypatch):
 def test_a_batch_of_answers_that_take_for_ever_has_a_budget(count, again, monkeypatch):
     """Seconds of computing for each: so 256 of them take 26 s on one core, and 16 of them 17."""
     allowed = []
-
-    def too_long(call):
-        allowed.append(call.args[1])
-        raise workers.OverLimit(workers.TIME)
-
-    monkeypatch.setattr(grading.Call, "start", lambda call: None)
-    monkeypatch.setattr(grading.Call, "result", too_long)
+    monkeypatch.setattr(grading, "call", lambda *asked, limits: allowed.append(limits.seconds) or ended(
+        workers.OverLimit(workers.TIME)))
     grading.begin_verdict.cache_clear()
     graded = grade([("a+b", rf"\boxed{{a+b+{i}}}") for i in range(count)])
     grading.begin_verdict.cache_clear()
@@ -150,15 +241,19 @@ IMPORT = "from verify.grade import grade\n"
 VERDICT = r"""print(grade([(r"\frac{x+1}{2}", r"\boxed{0.5x+0.5}")])[0]["verdict"])"""
 
 
-def test_a_program_needs_a_main_guard_and_a_file_and_is_told_so(tmp_path):
+def test_a_program_needs_no_main_guard_and_no_file(tmp_path):
     done = run_program(tmp_path, IMPORT + VERDICT)
-    assert done.returncode == 1 and done.stdout == "" and done.stderr.count("Traceback") == 1
-    assert re.search(r"VerifyError: no process of the verifier lives .* imports .*program.py, .*`if __name__ == \"__",
-                     done.stderr)
-    done = run_program(tmp_path, f"{IMPORT}if __name__ == '__main__':\n    {VERDICT}")
     assert (done.returncode, done.stdout, done.stderr) == (0, "right\n", "")
     done = subprocess.run([sys.executable, "-"], input=IMPORT + VERDICT, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and "VerifyError: the verifier's processes import the main program" in done.stderr
+    assert (done.returncode, done.stdout, done.stderr) == (0, "right\n", "")
+
+
+def test_a_library_that_is_missing_is_named(tmp_path):
+    program = "import sys\nsys.path.insert(0, sys.argv[1])\n" + IMPORT + VERDICT
+    (tmp_path / "math_verify.py").write_text("import nowhere_to_be_found")
+    done = run_program(tmp_path, program.replace("sys.argv[1]", repr(str(tmp_path))))
+    assert done.returncode == 1 and re.search(
+        "VerifyError: no worker can be started: ModuleNotFoundError: No module named 'nowhere", done.stderr)
 
 
 def test_sixty_answers_that_need_algebra_are_graded_from_another_folder(tmp_path):
@@ -182,20 +277,21 @@ def test_verify_imports_nothing_else_of_this_repository():
 
 SIGNALLED = """
 import os, signal, subprocess, time
-from verify.workers import Call, Limits
+from verify.workers import Limits, call
 
 if __name__ == "__main__":
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
-    limits, processes = Limits("test", 2 << 30, 1, 3.0), set()
+    limits, processes = Limits(2 << 30, 1, 3.0), set()
     for moment in ("starting", "working"):
-        calls = [Call(time.sleep, 0.3, limits=limits), Call(os.getpid, limits=limits)]
-        if moment == "working":
-            calls[0].pool.started.wait()
+        calls = [call(time.sleep, 0.3, limits=limits), call(os.getpid, limits=limits)]
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             os.killpg(0, number)
         processes.add([call.result() for call in calls][1])
-    child = Call(subprocess.run, ["sh", "-c", "kill -TERM $$; echo lives"], limits=limits).result()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # and to a worker alone
+        os.kill([*processes][0], number)
+    processes.add(call(os.getpid, limits=limits).result())
+    child = call(subprocess.run, ["sh", "-c", "kill -TERM $$; echo lives"], limits=limits).result()
     print(len(processes), child.returncode)
 """
 
