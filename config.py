@@ -117,11 +117,11 @@ class Reward:
     # weight of reward(text, gold, tokens, row) in custom_file; {name: weight}: of several functions
     custom: Weight | dict[str, Weight] | None = None
     custom_file: str | None = None  # a Python file of your own (leaves/own_rewards)
-    custom_seconds: Positive = 3.0  # of computing for a completion, and 10 times that by the clock
+    custom_seconds: Positive = 3.0  # of computing, and of waiting, for a completion
     custom_gib: Positive = 2.0     # memory for a completion
     # value of all functions if the call of a completion is ended
     custom_ended: Annotated[float, "in [-1, 1]"] = 0.0
-    custom_workers: Count | None = None  # processes on each rank; null: its cores, at most 32
+    custom_workers: Count | None = None  # processes on each rank; null: 64
 
     @property
     def functions(self) -> dict[str, str]:

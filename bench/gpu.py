@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from time import perf_counter
-from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
 from common import ROOT, append, listed, parser, print_json, read, table
@@ -68,28 +67,22 @@ REASONS = ("skipped", "failed")
 
 # ---- libraries of the verifier, which a GPU machine may lack
 
-class NoWorkers:
-    """Stand in for pebble's pool: what only algebra could compare counts as unparsed, and so as wrong."""
-
-    def __init__(self, **settings: object):
-        pass
-
-    def schedule(self, function: object, args: tuple, timeout: float) -> Future:
-        refused: Future = Future()
-        refused.set_exception(ImportError("pebble is not installed"))
-        return refused
+def refuse(*asked: object, limits: object) -> Future:
+    """Stand in for a worker: what only algebra could compare counts as unparsed, and so as wrong."""
+    refused: Future = Future()
+    refused.set_exception(ImportError("math-verify is not installed"))
+    return refused
 
 
 def stand_in() -> list[str]:
     """Stand in for libraries that are not installed, so that all runs but what calls them; returns their
     names."""
-    missing = [name for name in ("pebble", "math_verify") if importlib.util.find_spec(name) is None]
-    if "pebble" in missing:
-        module = sys.modules["pebble"] = ModuleType("pebble")
-        module.ProcessPool, module.ProcessExpired, module.CONSTS = NoWorkers, TimeoutError, SimpleNamespace()
+    missing = [name for name in ("math_verify",) if importlib.util.find_spec(name) is None]
     if missing:
         from infra import runfolder  # a run asks each of its libraries for its version
+        from verify import grade
 
+        grade.call = refuse
         runfolder.LIBRARIES = [name for name in runfolder.LIBRARIES if has_version(name)]
     return missing
 

@@ -46,8 +46,8 @@ from update import minibatch, update
 
 HALF, GIB, G = torch.bfloat16, 2**30, 16
 TOLERANCE = 0.02  # relative, of a kernel's results and of a gradient's norm
-WHEELS = ("what only algebra can compare counts as wrong; pip install math-verify pebble, or the wheels of "
-          "these, latex2sympy2_extended and antlr4-python3-runtime, all pure Python")
+WHEELS = ("what only algebra can compare counts as wrong; pip install math-verify, or the wheels of it, "
+          "latex2sympy2_extended and antlr4-python3-runtime, all pure Python")
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,9 @@ BUGS = {
     "config": [('"in [-1e6, 1e6]"', '"in [-1e309, 1e309]"', "config")],
     "settings/loader": [(r're.search("[\ud800-\udfff]", value)', "False", "damaged")],
     "train": [("{how_to_go_on(path.parent)}", "the policy before it is in the newest checkpoint", "train")],
-    "verify/workers": [("Finalize(None, stop_workers, exitpriority=1)", "pass", "grade")],
+    "verify/workers": [("or now.had - before.had >= seconds + 1", "", "grade"), ("and not now.runs", "", "grade"),
+                       ("self.limits.once or", "", "grade")],
+    "verify/host": [("self.end_strays()\n        for", "for", "grade")],
     "records": [
         ("in self.weights.items() if weight]", "in self.weights.items()]", "unbiased"),
         ("total_NG.round(decimals=12)", "total_NG", "advantage"),

@@ -1,8 +1,8 @@
 """Decide whether an answer is right: `grade` returns "right", "wrong", "unparsed" or "timed_out".
 
 Cheap comparisons come first: the caller's process compares spelling, structure and numbers (answer.py). A
-worker process compares expressions (algebra.py); the kernel ends it after VERIFY_SECONDS of computing and
-gives it no more than VERIFY_BYTES. So no text can hang or crash the trainer, and no worker outlives it.
+worker process compares expressions (algebra.py); it is ended after VERIFY_SECONDS of computing and gets no
+more than VERIFY_BYTES. So no text can hang or crash the trainer, and no worker outlives it.
 """
 
 import functools
@@ -22,7 +22,6 @@ VERIFY_BYTES = 2 << 30   # of memory beyond a new worker's, for a number of bill
 FIRST_SECONDS = 0.1      # of computing for the first try of an answer; nearly all take less
 SHARED_SECONDS = 15.0    # for all second tries of a batch, or FIRST_SECONDS an answer if that is more
 SHOWN_IDS = 10               # ids that a warning names
-ALGEBRA = Limits(VERIFY_BYTES, WORKERS, VERIFY_SECONDS)
 
 
 # ---- one answer
@@ -66,6 +65,10 @@ def compare_by_algebra(gold: str, answer: str) -> str:
     if answers_equal(gold, answer, compare_or_note):
         return "right"
     return "unparsed" if failures else "wrong"
+
+
+# The first comparison takes as long as fifty others: it is made before there are workers.
+ALGEBRA = Limits(VERIFY_BYTES, WORKERS, VERIFY_SECONDS, (compare_by_algebra, r"\frac{x+1}{2}", "0.5x+0.5"))
 
 
 def finish_verdict(verdict: str | Future) -> str | bool:

@@ -40,15 +40,15 @@ def answer(program: Connection) -> None:
     try:
         function, given, seconds = pickle.loads(asked)
         set_alarm(seconds)
-        said = pickle.dumps((True, function(*given)))
+        said = True, function(*given)
     except MemoryError:
-        said = pickle.dumps((False, MEMORY))
+        said = False, MEMORY
     except BaseException as error:  # whose class the program may not have
-        said = pickle.dumps((False, f"{type(error).__name__}: {error}"))
+        said = False, f"{type(error).__name__}: {error}"
     if os.getpid() != process:  # the function has forked: its child must not answer too
         os._exit(0)
+    program.send(said)
     set_alarm(0)
-    program.send_bytes(said)
 
 
 class Forks:

@@ -125,8 +125,7 @@ class Pool:
         """Make a call once more, in a host that has no other."""
         try:
             with closing(start_host(self.limits)) as host:
-                with closing(Fork(host, WORKER, self.limits.size)) as worker:
-                    return worker.ask(*asked)
+                return Fork(host, WORKER, self.limits.size).ask(*asked)
         except Killed:
             raise OverLimit("signal 9") from None
 
@@ -206,7 +205,7 @@ def fork_root(limits: Limits) -> Fork:
         try:
             ROOTS[:] = [Root()]
         except (OverLimit, Killed, RuntimeError) as error:
-            raise VerifyError(f"no worker can be started: {error or 'it is killed'}") from None
+            raise VerifyError(f"no worker can be started: {str(error) or 'it is killed'}") from None
     return Fork(ROOTS[0], HOST, limits.size + LIBRARIES)
 
 

@@ -16,7 +16,7 @@ class Environment:
     # how tools are called. qwen: <tool_call>; llama: a turn of JSON; plain: the same, the result as text;
     # auto: as the chat template has it, or plain if it has no place for tools
     format: Literal["auto", "qwen", "llama", "plain"] = "auto"
-    seconds: Positive = 3.0        # of computing for a reply, and 10 times that by the clock
+    seconds: Positive = 3.0        # of computing, and of waiting, for a reply
     gib: Positive = 2.0            # memory for a reply
 
     @property

@@ -1,6 +1,7 @@
 """Environments: turn by turn on scripted turns, in workers on hostile files, and in whole runs of the toy model."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -363,14 +364,17 @@ def test_an_environment_as_trl_has_it_is_made_anew_and_its_earlier_calls_are_rep
     (GAME.partition("environment")[0], "and environment = MyClass; it has Game"),
     (SUMS + ADD, "it must have one of reply"), (GAME + ADD, "it must have one of reply"),
     ("def tools():\n    return []", r"tools is \[\]; it must be"), ("tools = [5]", r"tools is \[5\]; it must be"),
-    ("def f(*a): pass\ntools = [f]", r"f\(\*a\) must take its"), ("def f(): 5\ntools = [f, f]", "of functions, each with"),
+    ("def f(*a): pass\ntools = [f]", r"f\(\*a\) must take its"), ("def f(): yield\ntools = [f]", r"f\(\) must return"), ("def f(): 5\ntools = [f, f]", "of functions, each with"),
     *((GAME.replace(*change), r"environment must be a class with reset\(\*\*row\), methods as tools, no get_reward")
       for change in (("reset", "start"), ("guess", "get_reward"), ("= Game", "= {'game': Game}"))),
     (GAME, r"reset\(\) returns 'Begin', which the prompt does not hold; append it to the question in the data"),
     ("def reply(text:", "it raises SyntaxError"), ("while True: pass", "taking more than 1 s to load")])
 def test_a_wrong_or_hostile_file_ends_in_one_line(source, message, tmp_path, capfd, monkeypatch):
     """What their processes may do is that of a reward's (leaves/own_rewards)."""
-    monkeypatch.setattr(workers, "LOADING", 1.0)
+    if "while" in source:
+        opened(tmp_path, SUMS)  # starts what is shared by all files
+        monkeypatch.setattr(workers, "LOADING", 1.0)
+        read_file.cache_clear()
     problems = [Problem("q", "q?", "1", row={"question": "q?", "number": 7, "start": "Begin"})]
     with pytest.raises(ConfigError, match=f"^environment.file={tmp_path}/mine.py: [^\n]*{message}"):
         opened(tmp_path, source).try_rows(problems)
@@ -392,6 +396,51 @@ def test_a_call_that_is_ended_ends_its_completion_and_is_said_once(tmp_path, cap
     read_file.cache_clear()
     with pytest.raises(ConfigError, match=r"it raises KeyError in line 2: 'x' \(row q\)$"):
         ask(opened(tmp_path, f"{REPLY}row['x']"), "")
+
+
+TERRIBLE = {
+    "raises": "raise BaseException('x')", "exits": "exit()", "ends": "os._exit(0)", "kills": "os.kill(os.getpid(), 9)",
+    "prints": "print('x' * 10**6)", "returns": "return 'x' * 10**7", "mutates": "COUNT.append(1); json.dumps = print",
+    "shadows": "global behave; behave = None; tools.clear(); sys.modules.clear()", "forks": "os.fork()",
+    "moves": "os.chdir('/'); os.environ.clear(); sys.path.clear()", "reads": "input()",
+    "signals": "[signal.signal(n, signal.SIG_IGN) for n in (2, 15, 27)]", "closes": "os.closerange(0, 99)",
+    "threads": "threading.Thread(target=time.sleep, args=[99]).start()", "limits": "sys.setrecursionlimit(90)",
+    "leaves": "\n    if os.fork() == 0:\n        os.setsid()\n        time.sleep(99)", "computes": "\n    while True: pass"}
+BESIDE = """import json, os, signal, sys, threading, time
+COUNT = []
+
+def behave(x: int) -> str:
+    COUNT.append(x)
+    state = [os.getcwd(), sorted(os.environ), sys.getrecursionlimit(), str(signal.getsignal(2)), sys.path]
+    return json.dumps([x, COUNT, threading.active_count(), *state])
+
+def terrible():
+    %s
+
+tools = [behave, terrible]
+"""
+
+
+@pytest.mark.parametrize("code", TERRIBLE.values(), ids=TERRIBLE)
+def test_a_tool_that_behaves_replies_the_same_beside_one_that_does_not(code, tmp_path, capfd):
+    """In the next turn and in the same one, where it comes before and after."""
+    file = opened(tmp_path, BESIDE % code)
+    behave, terrible = ('{"name": "behave", "arguments": {"x": 5}}', '{"name": "terrible", "arguments": {}}')
+    alone = ask(file, behave)
+    assert alone.failures == 0 and "[5, [5], 1," in alone.content
+    beside = ask(file, f"{behave}\n{terrible}\n{behave}")
+    assert beside.calls == 3 and beside.content.startswith(alone.content) and beside.content.endswith(alone.content)
+    ask(file, terrible)
+    assert ask(file, behave) == alone
+    assert capfd.readouterr().out == ""
+
+
+def test_replies_that_wait_take_the_longest_of_them(tmp_path):
+    file = opened(tmp_path, "import time\n\ndef reply(text, row):\n    time.sleep(0.5)\n    return text")
+    start = time.monotonic()
+    calls = [file.ask("", [str(n)], {}) for n in range(64)]
+    assert [file.wait(call, "q").content for call in calls] == [*map(str, range(64))]
+    assert time.monotonic() - start < 16  # of 32 seconds, one after the other
 
 
 @pytest.mark.parametrize(("settings", "message"), [
