@@ -19,13 +19,14 @@ from infra.rows import (
     find_cell,
     messages_of,
     missing_column,
+    print_doubts,
     spelled,
     with_letters,
 )
 from infra.tokenizer import Tokenizer
 from infra.trial import SECONDS, try_first
 from records import Problem, Prompt, frozen
-from settings.loader import SHORT, ConfigError
+from settings.loader import SHORT, ConfigError, encodable
 from verify.extract import extract, last_boxed
 
 # Marks of rows that nobody should train on, and why.
@@ -79,10 +80,11 @@ def load_file(name: str, path: Path | None, training: bool, columns: Columns, an
 
         rows = try_first(path, lambda: list(read_rows(path)), seconds=SECONDS + path.stat().st_size / 1e6)
     rows = [(place, with_letters(row)) for place, row in (rows if path else read_named(name))]
+    print_doubts(name, rows)
     columns = columns_of(name, [row for _, row in rows], columns)
     if path is None and answers:  # two of MATH's box none, and a user cannot mend them
         rows = leave_out(rows, lambda row: boxes_none(row[1], columns), f"{name}: ", "rows box no answer and")
-    stem = (path or Path(name)).stem
+    stem = encodable((path or Path(name)).stem)
     rows = [(row, place, f"{stem}/{i}") for i, (place, row) in enumerate(rows)]
     if size not in (None, len(rows)):
         print(f"{name} holds {len(rows)} problems here, not {size}", file=sys.stderr)

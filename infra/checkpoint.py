@@ -45,7 +45,7 @@ from infra.digests import (
     sha256,
     writing_rank,
 )
-from infra.lines import flush, replace
+from infra.lines import flush, remove, replace
 from infra.runfolder import Resume, versions
 from infra.stopping import Stopped
 from records import Metrics, Prompt
@@ -189,12 +189,12 @@ def find(folder: Path) -> tuple[Path, dict] | None:
     rank reads its part of each that is tried. Collective. Raises ConfigError if none is whole: such a run
     must not silently begin anew.
     """
-    for path, kind in ((folder, Path.is_dir), (folder / "latest", Path.is_file)):
-        if os.path.lexists(path) and not kind(path):
-            raise ConfigError(f"{path} is of another kind, or a link to nothing; bring it back, or remove it")
+    latest = folder / "latest"
+    if os.path.lexists(latest) and not latest.is_file():
+        raise ConfigError(f"{latest} is of another kind, or a link to nothing; bring it back, or remove it")
     if dist.rank() == 0:
         for leftover in folder.glob("*.unfinished"):
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            remove(leftover)
     wrong = []
     for path in dist.on_first(newest_checkpoints, folder):
         if not (damage := find_damage(path)):

@@ -7,8 +7,8 @@ import re
 from itertools import zip_longest
 from pathlib import Path
 
-from infra.rows import Rows
-from settings.loader import ConfigError, parse_json
+from infra.rows import Rows, parse_row
+from settings.loader import ConfigError, in_short
 
 TWO_WAYS = re.compile(r"-?\d+(\.\d{3})*,\d+|-?[1-9]\d{0,2}(\.\d{3})+")  # numbers where a comma is the point
 
@@ -50,8 +50,8 @@ def read_jsonl(path: Path, content: bytes) -> Rows:
     for number, line in enumerate(decode(content, path).split("\n"), start=1):
         if line.strip():
             place = f"{path}:{number}"
-            yield place, parse_json(line, place, "each line must be one object; what git-lfs left of a "
-                                              "file is fetched by git lfs pull")
+            yield place, parse_row(line, place, "each line must be one object; what git-lfs left of a "
+                                             "file is fetched by git lfs pull")
 
 
 def read_parquet(path: Path, content: bytes) -> list:
@@ -60,16 +60,16 @@ def read_parquet(path: Path, content: bytes) -> list:
 
     try:
         return pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
-    except pyarrow.ArrowInvalid as error:
-        raise ConfigError(f"{path} is not a parquet file ({error}); download or write it again; what git-lfs "
-                          "left of a file is fetched by git lfs pull") from None
+    except ValueError as error:  # a text that is no UTF-8, or a column twice, too
+        raise ConfigError(f"{path} cannot be read as parquet ({in_short(error)}); download or write it again; "
+                          "what git-lfs left of a file is fetched by git lfs pull") from None
 
 
 def read_json(path: Path, content: bytes) -> list:
     """Read the objects of an array, or of {"data": [...]}; one object a line, as pandas and datasets write
     them; or a single one. Raises ConfigError."""
     text = re.sub(r"\}\s*\n\s*\{", "},\n{", decode(content, path))
-    values = parse_json(f"[{text}]", path, "it must hold an array of objects")
+    values = parse_row(f"[{text}]", path, "it must hold an array of objects")
     whole = values[0] if len(values) == 1 else values
     rows = whole.get("data") if isinstance(whole, dict) else whole
     return rows if isinstance(rows, list) else values

@@ -95,4 +95,6 @@ class Plain:
     def write(self, text: str) -> int:
         if not MOVES.fullmatch(text):
             text = CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+        encoding = self.stream.encoding or "utf-8"  # a text in memory has none
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
         return self.stream.write(text)

@@ -21,7 +21,7 @@ from config import ConfigError, Data
 from infra.trial import try_first
 from infra.weights import read_shape
 from records import Sample, Stops
-from settings.loader import SHORT, in_short, read_json
+from settings.loader import SHORT, encodable, in_short, read_json
 
 # Every template gets them, beside special tokens.
 RENDER_ARGUMENTS = ("messages", "add_generation_prompt", "tools", "documents", "strftime_now")
@@ -143,7 +143,7 @@ class Tokenizer:
         return self.conversation(as_messages(question, system), generate=True)
 
     def conversation(self, messages: list[dict[str, str]], generate: bool) -> str:
-        """Render messages, and the opening of an answer if it is to `generate` one."""
+        """Render messages, and the opening of an answer if it is to `generate` one, as an encodable text."""
         if self.template is None:
             if not generate:
                 return ""
@@ -151,10 +151,11 @@ class Tokenizer:
                 raise ConfigError(
                     "data.prompt takes one question, and a row has several messages; set data.chat_template "
                     "instead")
-            return self.plain.format(question=messages[0]["content"])
+            return encodable(self.plain.format(question=messages[0]["content"]))
         arguments = {"tools": self.tools, "documents": None} | self.special | self.arguments
         try:
-            return self.template.render(messages=messages, add_generation_prompt=generate, **arguments)
+            return encodable(
+                self.template.render(messages=messages, add_generation_prompt=generate, **arguments))
         except Exception as error:  # a template may compute anything
             advice = "does it accept data.system_prompt?"
             if "strftime_now" in str(error):
