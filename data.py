@@ -19,7 +19,6 @@ from infra.rows import (
     find_cell,
     messages_of,
     missing_column,
-    print_doubts,
     spelled,
     with_letters,
 )
@@ -76,11 +75,11 @@ def load_file(name: str, path: Path | None, training: bool, columns: Columns, an
     if name in NAMED_SETS:
         columns, size = {}, NAMED_SETS[name][0]
     if path:
-        from infra.files import read_rows  # sets of the hub have none
+        from infra.files import print_doubts, read_rows  # sets of the hub have none
 
         rows = try_first(path, lambda: list(read_rows(path)), seconds=SECONDS + path.stat().st_size / 1e6)
+        print_doubts(path, rows)
     rows = [(place, with_letters(row)) for place, row in (rows if path else read_named(name))]
-    print_doubts(name, rows)
     columns = columns_of(name, [row for _, row in rows], columns)
     if path is None and answers:  # two of MATH's box none, and a user cannot mend them
         rows = leave_out(rows, lambda row: boxes_none(row[1], columns), f"{name}: ", "rows box no answer and")

@@ -5,20 +5,17 @@ import json
 import math
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from decimal import Decimal
 from hashlib import sha256
-from pathlib import Path
 
 from records import Problem
-from settings.loader import SHORT, ConfigError, encodable, meant, parse_json
+from settings.loader import ConfigError, encodable, meant, parse_json
 
 Columns = dict[str, str | None]  # data.columns
 Rows = Iterator[tuple[str, dict]]  # each with its place
 LETTERS = "ABCD"
-TYPES = {str: "texts", bool: "true or false", list: "lists", dict: "objects"}  # others are numbers
 # Other names of columns, as in MATH, on the hub and in verl's sets.
 OTHER_NAMES = {
     "question": ("problem", "prompt", "messages", "conversations"),
@@ -27,53 +24,6 @@ OTHER_NAMES = {
 }
 # A message is {"role", "content"}, or as in ShareGPT {"from", "value"}; other names of the roles.
 ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
-
-
-def parse_row(text: str, place: str | Path, remedy: str) -> object:
-    """Read JSON of a row as strictly as yaml is read. Raises ConfigError."""
-    return parse_json(text, place, remedy, object_pairs_hook=to_object, parse_float=finite,
-                      parse_constant=finite)
-
-
-def to_object(pairs: list[tuple[str, object]]) -> dict:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{max(row, key=names.count)!r} is given twice in {SHORT.repr(row)}")
-    return row
-
-
-def finite(text: str) -> float:
-    """Read a number that is no whole one; NaN and Infinity too, which are none."""
-    if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text} is no finite number; null is an empty cell")
-    return number
-
-
-def print_doubts(source: str, rows: list[tuple[str, dict]]) -> None:
-    """Print which columns hold several types, each with its first cell, and how many rows hold U+FFFD."""
-    columns = defaultdict(dict)  # name -> type -> its first cell and place, and how many there are
-    for place, row in rows:
-        for name, value in cells_of(row):
-            if value is not None:
-                kind = TYPES.get(type(value), "numbers")
-                first, count = columns[name].get(kind, (f"{SHORT.repr(value)} in {place}", 0))
-                columns[name][kind] = first, count + 1
-    for name, kinds in columns.items():
-        if len(kinds) > 1:
-            counts = (f"{count} {kind} ({first})" for kind, (first, count) in kinds.items())
-            print(f"{source}: column {name!r} holds {' and '.join(counts)}", file=sys.stderr)
-    if lossy := [place for place, row in rows if "\ufffd" in str(row)]:
-        print(f"{source}: {len(lossy)} of {len(rows)} rows hold U+FFFD, which stands for a character that was "
-              f"cut or lost: {lossy[0]}", file=sys.stderr)
-
-
-def cells_of(row: dict, above: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the name and the value of each cell, and of those inside it as "a.b"."""
-    for name, value in row.items():
-        yield above + name, value
-        if isinstance(value, dict):
-            yield from cells_of(value, f"{above}{name}.")
 
 
 def with_letters(row: dict) -> dict:
@@ -146,8 +96,10 @@ def messages_of(question: object, place: str) -> tuple[tuple[dict, ...], str]:
     """
     looks_like = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
     if isinstance(question, str) and looks_like.match(question):
-        question = parse_row(question, place, "the question looks like a list of messages; write it with "
-                                              "json.dumps")
+        from infra.files import to_object
+
+        question = parse_json(question, place, "the question looks like a list of messages; write it with "
+                                               "json.dumps", to_object)
     if not isinstance(question, list) or not question:
         return (), ""
     messages = [read_message(message, place) for message in question]

@@ -114,18 +114,14 @@ def require_place(folder: Path, name: str) -> None:
     place = Path(os.path.realpath(path))
     if name and os.path.lexists(path) and not path.is_dir():
         raise ConfigError(f"{path} is of another kind, or a link to nothing; bring it back, or remove it")
-    owner = place.parent
-    if name and owner != folder.resolve() and (owner / "config.yaml").is_file():
-        raise ConfigError(f"{path} is a link into another run, {owner}; put a copy in its place, or set "
-                          f"out={owner} to go on with that run")
-    needed = [next(above for above in (place, *place.parents) if os.path.lexists(above))]
-    if name in EXPORTS:  # which are replaced
-        needed += [owner] * place.is_dir()
-        if os.path.ismount(place):
-            raise ConfigError(f"{path} is a disk, which an export cannot replace; make it a link to a folder there")
-    for above in needed:
-        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-            raise ConfigError(f"out={path} cannot be written, because {above} is no folder or not writable; "
+    if name and place.parent != folder.resolve() and (place.parent / "config.yaml").is_file():
+        raise ConfigError(f"{path} is a link into another run, {place.parent}; put a copy in its place, or "
+                          f"set out={place.parent} to go on with that run")
+    above = next(above for above in (place, *place.parents) if above.exists())
+    replaced = name in EXPORTS and above == place
+    for needed in (above, place.parent) if replaced else (above,):
+        if not needed.is_dir() or not os.access(needed, os.W_OK | os.X_OK) or replaced and place.is_mount():
+            raise ConfigError(f"out={path} cannot be written, because {needed} is no folder or not writable; "
                               "set `out` to a place that is")
 
 
@@ -457,22 +453,21 @@ class RunLog:
             self.sizes[name] = (self.folder / name).stat().st_size
 
     def mend(self, name: str) -> None:
-        """Say so if a log is not as long as this process has left it, and go on with the lines that are whole.
-        The file itself, or what is in its place, is kept."""
-        path, left = self.folder / name, self.sizes[name]
-        size = path.stat().st_size if path.is_file() else 0
+        """Say so if a log is not as long as this process has left it, and go on with its whole lines. What
+        lay in its place is kept."""
+        path, left, lines = self.folder / name, self.sizes[name], []
+        size = path.stat().st_size if path.is_file() else -os.path.lexists(path)
         if size == left:
             return
-        aside, lines = path.with_name(f"{name}.changed_at_{left}"), []
+        aside = path.with_name(f"{name}.changed_at_{left}")
         if os.path.lexists(path):
             path.rename(aside)
-            with suppress(ConfigError):
-                lines = read_log(aside)
+        with suppress(ConfigError):
+            lines = read_log(aside)
         rewrite_log(path, lines)
         self.sizes[name] = path.stat().st_size
-        self.say(f"{path} was changed by another program: this run had left {left} bytes there, and found "
-                 f"{size}; it goes on with the {len(lines)} whole lines, a report lacks the others"
-                 + f", and {aside} holds what was there" * os.path.lexists(aside))
+        self.say(f"{path} was changed by another program, from {left} bytes to {max(size, 0)}: it goes on "
+                 f"with {len(lines)} whole lines, and a report lacks the others; what lay there is now {aside}")
 
     def measure(self, step: int, metrics: Metrics) -> None:
         """Append a line to metrics.jsonl, and show it to the watchers."""

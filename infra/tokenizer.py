@@ -204,6 +204,9 @@ class Tokenizer:
             text = self.render("?", None)
         except ConfigError:  # said with the first problem, if it fails there too
             return ""
+        if "\ufffd" in text:
+            raise ConfigError(f"{self.folder}: its chat template writes half a character; mend it, or set "
+                              "data.chat_template")
         split = self.rust.encode_special_tokens or self.own_template is not None
         markers = () if split else {*self.special.values(), *MARKER.findall(text)}
         for marker in markers:

@@ -117,13 +117,15 @@ def encodable(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def parse_json(text: str | bytes, place: str | Path, remedy: str, **hooks: Callable) -> Any:
-    """Read JSON from anywhere, with hooks as json.loads has them. Raises ConfigError."""
+def parse_json(text: str | bytes, place: str | Path, remedy: str,
+               to_object: Callable | None = None) -> Any:
+    """Read JSON from anywhere; with a function that makes objects of keys and values, no NaN either. Raises
+    ConfigError."""
     try:
-        value = json.loads(text, **hooks)
-        written = json.dumps(value, ensure_ascii=False)
+        value = json.loads(text, object_pairs_hook=to_object)
+        written = json.dumps(value, ensure_ascii=False, allow_nan=not to_object)
         if (whole := encodable(written)) != written:
-            value = json.loads(whole, **hooks)
+            value = json.loads(whole)
     except (ValueError, RecursionError) as error:  # ValueError: bytes that are not UTF-8, or 5,000 digits
         raise ConfigError(f"{place}: not valid JSON ({error}); {remedy}") from None
     return value
