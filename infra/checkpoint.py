@@ -360,7 +360,7 @@ def find_damage(step: Path, part: str = "") -> str:
 def inputs_of(model: Path, prompts: list[Prompt], sets: dict[str, list[Prompt]]) -> dict[str, str]:
     """Describe, by setting, the files and prompts that the steps of a run depend on."""
     named = {"data.train": prompts} | {f"data.eval ({name})": asked for name, asked in sets.items()}
-    texts = sorted(path for path in model.iterdir() if path.suffix in (".json", ".jinja"))
+    texts = sorted(path for path in model.iterdir() if path.suffix in (".json", ".jinja") and path.is_file())
     inputs = {"model.path": f"json and jinja files of sha256 {hash_files(texts)[:16]}"}
     for setting, asked in named.items():
         digest = sha256([(prompt.id, prompt.ids, prompt.answer, prompt.row) for prompt in asked])

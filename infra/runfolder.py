@@ -401,7 +401,7 @@ class RunLog:
                 rewrite_log(path, lines)
             self.sizes[name] = path.stat().st_size
             lacking = sorted({*range(1, step + 1)} - {line["step"] for line in lines})
-            if lacking and (name != "samples.jsonl" or cfg.log.groups):
+            if lacking and (cfg.log.groups or name != LOGS[1]):
                 self.say(f"{path} lacks the steps {SHORT.repr(lacking)}: a report has no more than is there")
 
     def forget_later(self, evaluated_after: int) -> None:
@@ -467,7 +467,8 @@ class RunLog:
         rewrite_log(path, lines)
         self.sizes[name] = path.stat().st_size
         self.say(f"{path} was changed by another program, from {left} bytes to {max(size, 0)}: it goes on "
-                 f"with {len(lines)} whole lines, and a report lacks the others; what lay there is now {aside}")
+                 f"with {len(lines)} whole lines, and a report lacks the others"
+                 + f"; {aside} is what lay there" * os.path.lexists(aside))
 
     def measure(self, step: int, metrics: Metrics) -> None:
         """Append a line to metrics.jsonl, and show it to the watchers."""

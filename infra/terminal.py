@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from settings.paths import user_path
 
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]|(?<!^)\r(?!$)")
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]|(?<!^)\r(?!$)")
 MOVES = re.compile(r"(\n|\x1b\[A)*")  # of a bar within another one
 
 
@@ -95,6 +95,4 @@ class Plain:
     def write(self, text: str) -> int:
         if not MOVES.fullmatch(text):
             text = CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
-        encoding = self.stream.encoding or "utf-8"  # a text in memory has none
-        text = text.encode(encoding, "backslashreplace").decode(encoding)
         return self.stream.write(text)

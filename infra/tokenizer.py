@@ -117,7 +117,7 @@ class Tokenizer:
             configured = read_if_there(folder / "chat_template.json").get("chat_template")  # of a processor
         try:
             self.source = path.read_text() if own or path.is_file() else choose_template(configured, folder)
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(f"the chat template {path} cannot be read: {error}") from None
         self.own_template = self.source if own else None
         if not isinstance(self.source, str):
