@@ -8,7 +8,6 @@ import sys
 from collections import defaultdict
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 from infra.rows import Rows
 from settings.loader import SHORT, ConfigError, in_short, parse_json
@@ -18,7 +17,7 @@ TYPES = {str: "texts", bool: "true or false", list: "lists", dict: "objects"}  #
 TWO_WAYS = re.compile(r"-?\d+(\.\d{3})*,\d+|-?[1-9]\d{0,2}(\.\d{3})+")  # numbers where a comma is the point
 
 
-def to_object(pairs: list[tuple[str, Any]]) -> dict:
+def to_object(pairs: list[tuple]) -> dict:
     """Make an object of a row from its keys and values. Raises ValueError for a key that is given twice."""
     row = {}
     for name, value in pairs:
@@ -28,7 +27,7 @@ def to_object(pairs: list[tuple[str, Any]]) -> dict:
     return row
 
 
-def print_doubts(path: Path, rows: list[tuple[str, dict]]) -> None:
+def print_doubts(path: Path, rows: list[tuple]) -> None:
     """Print which columns hold several types, with a cell of each, and how many rows hold U+FFFD."""
     columns = defaultdict(lambda: defaultdict(list))  # name -> type -> cells
     for _, row in rows:
