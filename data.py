@@ -25,7 +25,7 @@ from infra.rows import (
 from infra.tokenizer import Tokenizer
 from infra.trial import SECONDS, try_first
 from records import Problem, Prompt, frozen
-from settings.loader import SHORT, ConfigError
+from settings.loader import SHORT, ConfigError, encodable
 from verify.extract import extract, last_boxed
 
 # Marks of rows that nobody should train on, and why.
@@ -75,14 +75,15 @@ def load_file(name: str, path: Path | None, training: bool, columns: Columns, an
     if name in NAMED_SETS:
         columns, size = {}, NAMED_SETS[name][0]
     if path:
-        from infra.files import read_rows  # sets of the hub have none
+        from infra.files import print_doubts, read_rows  # sets of the hub have none
 
         rows = try_first(path, lambda: list(read_rows(path)), seconds=SECONDS + path.stat().st_size / 1e6)
+        print_doubts(path, rows)
     rows = [(place, with_letters(row)) for place, row in (rows if path else read_named(name))]
     columns = columns_of(name, [row for _, row in rows], columns)
     if path is None and answers:  # two of MATH's box none, and a user cannot mend them
         rows = leave_out(rows, lambda row: boxes_none(row[1], columns), f"{name}: ", "rows box no answer and")
-    stem = (path or Path(name)).stem
+    stem = encodable((path or Path(name)).stem)
     rows = [(row, place, f"{stem}/{i}") for i, (place, row) in enumerate(rows)]
     if size not in (None, len(rows)):
         print(f"{name} holds {len(rows)} problems here, not {size}", file=sys.stderr)

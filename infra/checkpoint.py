@@ -45,7 +45,7 @@ from infra.digests import (
     sha256,
     writing_rank,
 )
-from infra.lines import flush, replace
+from infra.lines import flush, remove, replace
 from infra.runfolder import Resume, versions
 from infra.stopping import Stopped
 from records import Metrics, Prompt
@@ -189,12 +189,12 @@ def find(folder: Path) -> tuple[Path, dict] | None:
     rank reads its part of each that is tried. Collective. Raises ConfigError if none is whole: such a run
     must not silently begin anew.
     """
-    for path, kind in ((folder, Path.is_dir), (folder / "latest", Path.is_file)):
-        if os.path.lexists(path) and not kind(path):
-            raise ConfigError(f"{path} is of another kind, or a link to nothing; bring it back, or remove it")
+    latest = folder / "latest"
+    if os.path.lexists(latest) and not latest.is_file():
+        raise ConfigError(f"{latest} is of another kind, or a link to nothing; bring it back, or remove it")
     if dist.rank() == 0:
         for leftover in folder.glob("*.unfinished"):
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            remove(leftover)
     wrong = []
     for path in dist.on_first(newest_checkpoints, folder):
         if not (damage := find_damage(path)):
@@ -360,7 +360,7 @@ def find_damage(step: Path, part: str = "") -> str:
 def inputs_of(model: Path, prompts: list[Prompt], sets: dict[str, list[Prompt]]) -> dict[str, str]:
     """Describe, by setting, the files and prompts that the steps of a run depend on."""
     named = {"data.train": prompts} | {f"data.eval ({name})": asked for name, asked in sets.items()}
-    texts = sorted(path for path in model.iterdir() if path.suffix in (".json", ".jinja"))
+    texts = sorted(path for path in model.iterdir() if path.suffix in (".json", ".jinja") and path.is_file())
     inputs = {"model.path": f"json and jinja files of sha256 {hash_files(texts)[:16]}"}
     for setting, asked in named.items():
         digest = sha256([(prompt.id, prompt.ids, prompt.answer, prompt.row) for prompt in asked])

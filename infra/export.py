@@ -1,6 +1,7 @@
 """Write a model as a Hugging Face folder, whole or sharded."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +13,10 @@ from torch import nn
 
 from infra import dist
 from infra.digests import LIST, format_list, list_files
+from infra.lines import remove
 from infra.tokenizer import Tokenizer, read_if_there
 from infra.weights import WEIGHT_FILES
+from settings.loader import encodable
 
 
 def export(model: nn.Module, source: Path, folder: Path, texts: dict[str, str] | None = None) -> None:
@@ -29,16 +32,18 @@ def export(model: nn.Module, source: Path, folder: Path, texts: dict[str, str] |
                 if copied and path.is_file() and path.name not in WEIGHT_FILES:
                     shutil.copyfile(path, fresh / path.name)
             for name, text in (texts or {}).items():
-                (fresh / name).write_text(text)
+                (fresh / name).write_text(encodable(text), encoding="utf-8")
         save_weights(model, fresh)
 
 
 @contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write in, which then replaces `folder`. Rank 0 makes it and moves it."""
+    """Yield a folder to write in, which then replaces `folder`, or the one that it links to. Rank 0 makes it
+    and moves it."""
+    folder = Path(os.path.realpath(folder))
     fresh = folder.with_name(f"{folder.name}.unfinished")
     if dist.rank() == 0:
-        shutil.rmtree(fresh, ignore_errors=True)
+        remove(fresh)
         fresh.mkdir(parents=True)
     try:
         yield fresh
@@ -46,7 +51,7 @@ def replace_folder(folder: Path) -> Iterator[Path]:
         raise OSError(None, f"{error}", f"{fresh}") from None
     if dist.rank() == 0:
         (fresh / LIST).write_text(format_list(list_files(fresh, 0)))
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
         fresh.rename(folder)
 
 

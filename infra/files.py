@@ -4,13 +4,46 @@ import csv
 import gzip
 import io
 import re
+import sys
+from collections import defaultdict
 from itertools import zip_longest
 from pathlib import Path
 
 from infra.rows import Rows
-from settings.loader import ConfigError, parse_json
+from settings.loader import SHORT, ConfigError, in_short, parse_json
 
+PLAIN = "each number finite, and null for none"
+TYPES = {str: "texts", bool: "true or false", list: "lists", dict: "objects"}  # others are numbers
 TWO_WAYS = re.compile(r"-?\d+(\.\d{3})*,\d+|-?[1-9]\d{0,2}(\.\d{3})+")  # numbers where a comma is the point
+
+
+def to_object(pairs: list[tuple]) -> dict:
+    """Make an object of a row from its keys and values. Raises ValueError for a key that is given twice."""
+    row = {}
+    for name, value in pairs:
+        if name in row:
+            raise ValueError(f"{name!r} is given twice, behind {SHORT.repr(row)}")
+        row[name] = value
+    return row
+
+
+def print_doubts(path: Path, rows: list[tuple]) -> None:
+    """Print which columns hold several types, with a cell of each, and how many rows hold U+FFFD."""
+    columns = defaultdict(lambda: defaultdict(list))  # name -> type -> cells
+    for _, row in rows:
+        cells = [*row.items()]
+        for name, value in cells:  # which grows
+            if isinstance(value, dict):
+                cells += [(f"{name}.{inner}", cell) for inner, cell in value.items()]
+            if value is not None:
+                columns[name][TYPES.get(type(value), "numbers")].append(value)
+    for name, types in columns.items():
+        if len(types) > 1:
+            counts = (f"{len(cells)} {kind} such as {SHORT.repr(cells[0])}" for kind, cells in types.items())
+            print(f"{path}: column {name!r} holds {' and '.join(counts)}", file=sys.stderr)
+    if lossy := [place for place, row in rows if "\ufffd" in str(row)]:
+        print(f"{path}: {len(lossy)} of {len(rows)} rows hold U+FFFD in the place of a character that was "
+              f"cut or lost: {lossy[0]}", file=sys.stderr)
 
 
 def read_rows(path: Path) -> Rows:
@@ -50,8 +83,8 @@ def read_jsonl(path: Path, content: bytes) -> Rows:
     for number, line in enumerate(decode(content, path).split("\n"), start=1):
         if line.strip():
             place = f"{path}:{number}"
-            yield place, parse_json(line, place, "each line must be one object; what git-lfs left of a "
-                                              "file is fetched by git lfs pull")
+            yield place, parse_json(line, place, f"each line must be one object, {PLAIN}; what git-lfs "
+                                              "left of a file is fetched by git lfs pull", to_object)
 
 
 def read_parquet(path: Path, content: bytes) -> list:
@@ -60,16 +93,16 @@ def read_parquet(path: Path, content: bytes) -> list:
 
     try:
         return pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
-    except pyarrow.ArrowInvalid as error:
-        raise ConfigError(f"{path} is not a parquet file ({error}); download or write it again; what git-lfs "
-                          "left of a file is fetched by git lfs pull") from None
+    except ValueError as error:  # a text that is no UTF-8, or a column twice, too
+        raise ConfigError(f"{path} cannot be read as parquet ({in_short(error)}); download or write it "
+                          "again; what git-lfs left of a file is fetched by git lfs pull") from None
 
 
 def read_json(path: Path, content: bytes) -> list:
     """Read the objects of an array, or of {"data": [...]}; one object a line, as pandas and datasets write
     them; or a single one. Raises ConfigError."""
     text = re.sub(r"\}\s*\n\s*\{", "},\n{", decode(content, path))
-    values = parse_json(f"[{text}]", path, "it must hold an array of objects")
+    values = parse_json(f"[{text}]", path, f"it must hold an array of objects, {PLAIN}", to_object)
     whole = values[0] if len(values) == 1 else values
     rows = whole.get("data") if isinstance(whole, dict) else whole
     return rows if isinstance(rows, list) else values

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -92,6 +93,14 @@ def replace(path: Path, text: str) -> None:
     fresh.write_text(text, encoding="utf-8")
     flush(fresh)
     fresh.replace(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def flush(path: Path) -> None:

@@ -102,7 +102,7 @@ def describe_result(cfg: Config, sampling: Any, spec: EngineSpec, tokenizer: Tok
     records of eval.py.
     """
     kinds = (".safetensors", ".json", ".jinja")
-    files = [path for path in sorted(spec.folder.iterdir()) if path.suffix in kinds]
+    files = [path for path in sorted(spec.folder.iterdir()) if path.suffix in kinds and path.is_file()]
     files += sorted((user_path(cfg.model.path) / "policy").glob("*"))  # of a checkpoint
     return {
         "model": {"path": cfg.model.path, "files": hash_files(files)},

@@ -11,7 +11,7 @@ from decimal import Decimal
 from hashlib import sha256
 
 from records import Problem
-from settings.loader import ConfigError, meant
+from settings.loader import ConfigError, encodable, meant, parse_json
 
 Columns = dict[str, str | None]  # data.columns
 Rows = Iterator[tuple[str, dict]]  # each with its place
@@ -96,11 +96,10 @@ def messages_of(question: object, place: str) -> tuple[tuple[dict, ...], str]:
     """
     looks_like = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
     if isinstance(question, str) and looks_like.match(question):
-        try:
-            question = json.loads(question)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ConfigError(f"{place}: the question looks like a list of messages, but is not valid JSON "
-                              f"({error}); write it with json.dumps") from None
+        from infra.files import to_object
+
+        question = parse_json(question, place, "the question looks like a list of messages; write it with "
+                                               "json.dumps", to_object)
     if not isinstance(question, list) or not question:
         return (), ""
     messages = [read_message(message, place) for message in question]
@@ -133,7 +132,7 @@ def spelled(answer: object) -> object:
     if isinstance(answer, str) and re.match(r"""\s*\[\s*["']""", answer):
         answer = parse_list(answer)
     if isinstance(answer, list):  # OlympiadBench's several answers
-        return ", ".join(str(spelled(one)) for one in answer)
+        return encodable(", ".join(str(spelled(one)) for one in answer))
     if isinstance(answer, int) and not isinstance(answer, bool):
         return str(answer)
     if not isinstance(answer, float | Decimal) or not math.isfinite(answer):

@@ -39,6 +39,7 @@ from infra.lines import (
     blame_file,
     flush,
     read_log,
+    remove,
     replace,
     rewrite_log,
     write_json,
@@ -47,9 +48,11 @@ from infra.terminal import print_progress
 from infra.tokenizer import Tokenizer
 from records import Metrics
 from settings import leaves
+from settings.loader import SHORT
 from settings.paths import REPOSITORY, user_path
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
+EXPORTS = ("hf", "hf_adapter")
 SILENT = 5  # steps without any signal that are warned of, once
 SOFT_VALUES = "soft_values.jsonl"  # leaves/soft_value goes on with it
 Resume = Literal["never", "always", "auto"]  # auto: if there is a checkpoint to go on from
@@ -71,10 +74,8 @@ def require_free_folder(cfg: Config, resume: Resume) -> Path:
     """Check, before anything is written, that this run may use its folder. Raises ConfigError."""
     folder = Path(cfg.out)
     stored = folder / "config.yaml"
-    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise ConfigError(f"out={folder} cannot be written, because {above} is no folder or not writable; "
-                          "set `out` to a place that is")
+    for name in ("", "checkpoints", *EXPORTS):
+        require_place(folder, name)
     if not stored.is_file():
         if resume == "always":
             raise ConfigError(f"--resume: {stored.absolute()} not found, so there is no run to resume; check "
@@ -82,10 +83,6 @@ def require_free_folder(cfg: Config, resume: Resume) -> Path:
         if folder.exists() and any(path.name != "lock" for path in folder.iterdir()):
             raise ConfigError(f"out={folder} exists and is not a run folder; set `out` to a new folder")
         return folder
-    owner = Path(os.path.realpath(folder / "checkpoints")).parent
-    if owner != folder.resolve() and (owner / "config.yaml").is_file():
-        raise ConfigError(f"{folder}/checkpoints is a link into another run, {owner}; put a copy in "
-                          f"its place, or set out={owner} to go on with that run")
     log, saved = folder / "metrics.jsonl", any((folder / "checkpoints").glob("step_*"))
     with blame_file(log):
         logged = any(line["step"] > 0 for line in read_log(log))
@@ -108,6 +105,24 @@ def require_free_folder(cfg: Config, resume: Resume) -> Path:
             remedy = "start this one" if refused else "continue it with --resume, or start a new one"
         raise ConfigError(f"out={folder} already holds a run with {what}; {remedy} with --set out=...")
     return folder
+
+
+def require_place(folder: Path, name: str) -> None:
+    """Check that a run can write its folder or, by its name, one inside it, which may be a link to another
+    disk. Raises ConfigError."""
+    path = folder / name
+    place = Path(os.path.realpath(path))
+    if name and os.path.lexists(path) and not path.is_dir():
+        raise ConfigError(f"{path} is of another kind, or a link to nothing; bring it back, or remove it")
+    if name and place.parent != folder.resolve() and (place.parent / "config.yaml").is_file():
+        raise ConfigError(f"{path} is a link into another run, {place.parent}; put a copy in its place, or "
+                          f"set out={place.parent} to go on with that run")
+    above = next(above for above in (place, *place.parents) if above.exists())
+    replaced = name in EXPORTS and above == place
+    for needed in (above, place.parent) if replaced else (above,):
+        if not needed.is_dir() or not os.access(needed, os.W_OK | os.X_OK) or replaced and place.is_mount():
+            raise ConfigError(f"out={path} cannot be written, because {needed} is no folder or not writable; "
+                              "set `out` to a place that is")
 
 
 def own_folder(cfg: Config, names: list[str]) -> Config:
@@ -278,6 +293,7 @@ class RunLog:
         self.watchers: list = []  # of leaves: they have log and finish
         self.first, self.start = 0, perf_counter()  # of the steps that this process does
         self.unlogged: Metrics = {}  # goes into the next line of metrics.jsonl
+        self.sizes = dict.fromkeys(LOGS, 0)  # of the logs, as this process has left them
         self.silent = 0  # steps in a row without a group of different rewards
 
     def lock(self) -> None:
@@ -321,8 +337,10 @@ class RunLog:
         self.lock()
         stored = require_free_folder(cfg, resume) / "config.yaml"
         self.forget_later(evaluated_after=-1)
-        for name in LOGS:  # of a run that was restarted before its first checkpoint
-            (self.folder / name).unlink(missing_ok=True)
+        for name in LOGS:
+            if os.path.lexists(path := self.folder / name):
+                path.unlink()
+                self.say(f"{path} begins anew, since no checkpoint was there to go on from")
         same = stored.is_file() and stored.read_text() == config.dump(cfg)
         if not same or changed_files(self.folder, texts):
             (self.folder / SOFT_VALUES).unlink(missing_ok=True)  # of another run
@@ -342,6 +360,8 @@ class RunLog:
     def seal(self) -> dict[str, dict]:
         """Flush the logs to the disk, since a checkpoint will count on them; returns {"logs": name -> [bytes,
         sha256]}."""
+        for name in self.sizes:
+            self.mend(name)
         paths, sealed = [self.folder / name for name in (*LOGS, SOFT_VALUES)], {}
         for path in (*filter(Path.is_file, paths), *evaluations(self.folder).values()):
             flush(path)
@@ -377,14 +397,20 @@ class RunLog:
         for name in LOGS:
             path = self.folder / name
             with blame_file(path):
-                rewrite_log(path, [line for line in read_log(path) if line["step"] <= step])
+                lines = [line for line in read_log(path) if line["step"] <= step]
+                rewrite_log(path, lines)
+            self.sizes[name] = path.stat().st_size
+            lacking = sorted({*range(1, step + 1)} - {line["step"] for line in lines})
+            if lacking and (cfg.log.groups or name != LOGS[1]):
+                self.say(f"{path} lacks the steps {SHORT.repr(lacking)}: a report has no more than is there")
 
     def forget_later(self, evaluated_after: int) -> None:
-        """Remove state.json, and the evaluations after a step."""
-        (self.folder / "state.json").unlink(missing_ok=True)
+        """Remove state.json and what was left unfinished, and the evaluations after a step."""
+        for leftover in (*self.folder.glob("*.unfinished"), self.folder / "state.json"):
+            remove(leftover)
         for step, path in evaluations(self.folder).items():
             if step > evaluated_after:
-                path.unlink()
+                remove(path)
 
     @contextmanager
     def running(self, cfg: Config) -> Iterator[None]:
@@ -422,7 +448,27 @@ class RunLog:
     def write(self, name: str, line: dict) -> None:
         """Append a line to one of the logs."""
         if self.folder:
+            self.mend(name)
             append(self.folder / name, line)
+            self.sizes[name] = (self.folder / name).stat().st_size
+
+    def mend(self, name: str) -> None:
+        """Say so if a log is not as long as this process has left it, and go on with its whole lines. What
+        lay in its place is kept."""
+        path, left, lines = self.folder / name, self.sizes[name], []
+        size = path.stat().st_size if path.is_file() else -os.path.lexists(path)
+        if size == left:
+            return
+        aside = path.with_name(f"{name}.changed_at_{left}")
+        if os.path.lexists(path):
+            path.rename(aside)
+        with suppress(ConfigError):
+            lines = read_log(aside)
+        rewrite_log(path, lines)
+        self.sizes[name] = path.stat().st_size
+        self.say(f"{path} was changed by another program, from {left} bytes to {max(size, 0)}: it goes on "
+                 f"with {len(lines)} whole lines, and a report lacks the others"
+                 + f"; {aside} is what lay there" * os.path.lexists(aside))
 
     def measure(self, step: int, metrics: Metrics) -> None:
         """Append a line to metrics.jsonl, and show it to the watchers."""

@@ -13,7 +13,8 @@ from typing import IO, Any
 
 from settings.paths import user_path
 
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]|(?<!^)\r(?!$)")
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+                     r"|(?<!^)\r(?!$)")
 MOVES = re.compile(r"(\n|\x1b\[A)*")  # of a bar within another one
 
 

@@ -21,7 +21,7 @@ from config import ConfigError, Data
 from infra.trial import try_first
 from infra.weights import read_shape
 from records import Sample, Stops
-from settings.loader import SHORT, in_short, read_json
+from settings.loader import SHORT, encodable, in_short, read_json
 
 # Every template gets them, beside special tokens.
 RENDER_ARGUMENTS = ("messages", "add_generation_prompt", "tools", "documents", "strftime_now")
@@ -117,7 +117,7 @@ class Tokenizer:
             configured = read_if_there(folder / "chat_template.json").get("chat_template")  # of a processor
         try:
             self.source = path.read_text() if own or path.is_file() else choose_template(configured, folder)
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(f"the chat template {path} cannot be read: {error}") from None
         self.own_template = self.source if own else None
         if not isinstance(self.source, str):
@@ -143,7 +143,7 @@ class Tokenizer:
         return self.conversation(as_messages(question, system), generate=True)
 
     def conversation(self, messages: list[dict[str, str]], generate: bool) -> str:
-        """Render messages, and the opening of an answer if it is to `generate` one."""
+        """Render messages, and the opening of an answer if it is to `generate` one, as an encodable text."""
         if self.template is None:
             if not generate:
                 return ""
@@ -151,10 +151,11 @@ class Tokenizer:
                 raise ConfigError(
                     "data.prompt takes one question, and a row has several messages; set data.chat_template "
                     "instead")
-            return self.plain.format(question=messages[0]["content"])
+            return encodable(self.plain.format(question=messages[0]["content"]))
         arguments = {"tools": self.tools, "documents": None} | self.special | self.arguments
         try:
-            return self.template.render(messages=messages, add_generation_prompt=generate, **arguments)
+            return encodable(
+                self.template.render(messages=messages, add_generation_prompt=generate, **arguments))
         except Exception as error:  # a template may compute anything
             advice = "does it accept data.system_prompt?"
             if "strftime_now" in str(error):
@@ -203,6 +204,9 @@ class Tokenizer:
             text = self.render("?", None)
         except ConfigError:  # said with the first problem, if it fails there too
             return ""
+        if "\ufffd" in text:
+            raise ConfigError(f"{self.folder}: its chat template writes half a character; mend it, or set "
+                              "data.chat_template")
         split = self.rust.encode_special_tokens or self.own_template is not None
         markers = () if split else {*self.special.values(), *MARKER.findall(text)}
         for marker in markers:

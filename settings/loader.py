@@ -111,11 +111,21 @@ def read(path: Path) -> Raw:
     return raw
 
 
-def parse_json(text: str | bytes, place: str | Path, remedy: str) -> Any:
-    """Read JSON from anywhere. Raises ConfigError."""
+def encodable(text: str) -> str:
+    """Join two halves of a surrogate pair, and put U+FFFD in the place of a single one, which no library can
+    encode: decoders write it for what they cannot read, and no later reader makes a half of it again."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def parse_json(text: str | bytes, place: str | Path, remedy: str,
+               to_object: Callable | None = None) -> Any:
+    """Read JSON from anywhere; with a function that makes objects of keys and values, no NaN either. Raises
+    ConfigError."""
     try:
-        value = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()  # fails for half of a character
+        value = json.loads(text, object_pairs_hook=to_object)
+        written = json.dumps(value, ensure_ascii=False, allow_nan=not to_object)
+        if (whole := encodable(written)) != written:
+            value = json.loads(whole)
     except (ValueError, RecursionError) as error:  # ValueError: bytes that are not UTF-8, or 5,000 digits
         raise ConfigError(f"{place}: not valid JSON ({error}); {remedy}") from None
     return value

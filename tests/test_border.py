@@ -326,7 +326,7 @@ def problems_of(folder: Path, *rows: dict) -> list[Problem]:
     ("<think>3?</think><answer>4</answer>", "4"), ("$\\boxed{3}$", "3"), (5.0, "5"), (-0.5, "-0.5"), (7, "7"),
     (10**400, f"{10**400}"),
     ([1.0, "x"], "1, x"), ('["34"]', "34"), (r'["\\pi", "2"]', r"\pi, 2"), ("[1, 2]", "[1, 2]"),
-    ([1.0, float("nan")], "1, nan"), ("['a'], 'b'", "['a'], 'b'"),
+    ("['a'], 'b'", "['a'], 'b'"),
     ("['5']", "5"), ("['5' '6']", "5, 6"), ("['a', 1.0]", "a, 1"), ("['5'", "['5'"),
     ("Paris", "Paris"), ("x = 5", "x = 5"), ("0.50", "0.50")])
 def test_a_gold_cell_is_read_as_a_person_would(cell, gold, tmp_path):
@@ -361,7 +361,7 @@ def test_sharegpt_and_messages_with_the_reply(tmp_path):
     ({"question": [{"role": "bot", "content": "x"}]}, r"a message must be an object with 'role'.*not \{'role': 'bot'"),
     ({"question": [{"role": "user", "content": [{"type": "text"}]}]}, r"and 'content', a text"),
     ({"question": ["hello"]}, r"a message must be an object"),
-    ({"question": "[{'role': 'user', 'content': 'x'}]"}, r"looks like a list of messages, but is not valid JSON"),
+    ({"question": "[{'role': 'user', 'content': 'x'}]"}, r"not valid JSON .*looks like a list of messages"),
     ({"question": []}, r"'question' must be a non-empty text, not \[\]"),
 ])
 def test_a_row_that_nobody_can_read_is_named(row, message, tmp_path):

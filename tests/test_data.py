@@ -115,7 +115,8 @@ def test_a_file_of_any_kind_holds_the_same_problems(name, content, tmp_path):
     *(("a.csv", b"question;answer\nq;0.125\np;%b\n" % number, ":3: a number can be read in two ways; write 1.234,5 as")
       for number in (b"3,5", b"1.234", b"-1.234.567,8")),
     ("a.csv", "question,answer\ncaf\xe9,1\n".encode("latin-1"), " is not UTF-8 text .*; save it as UTF-8"),
-    ("a.parquet", b"text", " is not a parquet file"),
+    ("a.json", b'[{"question": "q", "question": "p"}]', ": not valid JSON .'question' is given twice, behind"),
+    ("a.parquet", b"text", " cannot be read as parquet"),
 ], ids=lambda x: x if isinstance(x, str) else "")
 def test_a_file_that_cannot_be_read_is_named_with_the_remedy(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
@@ -150,6 +151,24 @@ def test_several_files_are_one_set_whose_ids_differ_and_whose_rows_a_checkpoint_
             data.load_problems(names)
 
 
+def test_columns_of_several_types_and_lost_characters_are_counted_and_the_run_goes_on(tmp_path, capsys):
+    """Half a character comes as an escape of JSON, of JSON inside a text or of Python inside a text, also in a key."""
+    asked = '[{"role": "user", "content": "\\ud83d\\ude00\\ud83d"}]'
+    rows = [{"question": "a\ud83d", "answer": 3, "meta": {"n": 1, "\ude00": True}, "id": "\ud83d"},
+            {"question": asked, "answer": "3", "meta": {"n": "1"}},
+            {"question": "q", "answer": "['\\ude00']", "meta": {"n": 2.5}, "level": None}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    first, second, third = data.load_problems(str(tmp_path))
+    assert (first.question, first.id, first.row["meta"]) == ("a\ufffd", "\ufffd", {"n": 1, "\ufffd": True})
+    assert (second.messages[0]["content"], third.answer, third.id) == ("\U0001f600\ufffd", "\ufffd", "a/2")
+    columns = ("'answer' holds 1 numbers such as 3 and 2 texts such as '3'",
+               "'meta.n' holds 2 numbers such as 1 and 1 texts such as '1'")
+    assert capsys.readouterr().err == "".join(f"{path}: column {said}\n" for said in columns) + (
+        f"{path}: 1 of 3 rows hold U+FFFD in the place of a character that was cut or lost: {path}:1\n")
+    assert data.Tokenizer(TOY).render("a\ud83d", "\ude00") == data.Tokenizer(TOY).render("a\ufffd", "\ufffd")
+
+
 def test_rows_that_repeat_and_questions_with_several_answers_are_counted_in_one_line(tmp_path, capsys):
     rows = [{"question": f"q{i // 2}", "answer": f"{max(i, 2)}"} for i in range(6)]
     path = str(write(tmp_path / "a.jsonl", *rows, rows[0], rows[0]))
@@ -167,10 +186,14 @@ GOOD = b'{"id": "a", "question": "q", "answer": "1"}\n'
     (GOOD + b'{"question": "q"}', ":2: there is no column 'answer' for the answer among question; .*; without answers"),
     (GOOD + b'{"question": null, "answer": "1"}', ":2: column 'question' is empty; mend or remove the line"),
     (GOOD + b'{"question": "q", "answer": true}', ":2: 'answer' must be a non-empty text, not True"),
-    (GOOD + b'{"question": "q", "answer": Infinity}', ":2: column 'answer' is empty"),
+    *((GOOD + b'{"question": "q", "answer": "1", "more": [%b]}' % number, ":2: not valid JSON .Out of .*number finite")
+      for number in (b"NaN", b"-Infinity", b"1e999")),
+    *((GOOD + row, f":2: not valid JSON .'{name}' is given twice") for name, row in (
+        ("answer", b'{"question": "q", "answer": "1", "answer": "1"}'),
+        ("a", b'{"question": "q", "answer": "1", "more": [{"a": {"a": 1}, "b": 1, "a": 2}]}'),
+        ("content", b'{"answer": "1", "question": "[{\\"content\\": \\"a\\", \\"content\\": \\"b\\"}]"}'))),
     (GOOD + b'{"question": "q", "answer": "1", "solution": 3}', ":2: 'solution' must be a"),
     (GOOD + b'{"question": "q", "answer": ' + b"1" * 5001 + b"}", ":2: not valid JSON .Exceeds the limit"),
-    (GOOD + b'{"question": "\\ud800", "answer": "1"}', ":2: not valid JSON .*surrogates not allowed"),
     (GOOD + b"[" * 100_000, ":2: not valid JSON .maximum recursion"),
     (GOOD + GOOD, "id 'a' occurs twice"), (b"", "holds no problems"),
     ('{"question": "caf\xe9", "answer": "1"}'.encode("latin-1"), " is not UTF-8 text"),
@@ -210,6 +233,9 @@ def test_a_tokenizer_that_cannot_prompt_is_an_error(tmp_path):
         data.Tokenizer(folder)
     (folder / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(ConfigError, match="the chat template is not valid"):
+        data.Tokenizer(folder)
+    (folder / "chat_template.jinja").write_text("{{ '\\ud83d' }}")
+    with pytest.raises(ConfigError, match="its chat template writes half a character; mend it"):
         data.Tokenizer(folder)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="tokenizer.json not found; the model folder must hold the tokenizer"):

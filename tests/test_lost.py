@@ -15,6 +15,7 @@ import learner
 import train
 from config import ConfigError
 from infra import runfolder
+from infra.export import replace_folder
 
 FEW = ("rollout.group_size=4", "rollout.prompts_per_step=2", "prune.completions.keep=2", "rollout.max_new_tokens=8",
        "eval.max_new_tokens=4", "pack.capacity=512", "model.dtype=float32", "steps=4", "checkpoint.every=2",
@@ -137,6 +138,64 @@ def test_logs_are_flushed_and_their_hashes_go_on_where_they_were(tmp_path, monke
         text = (tmp_path / "metrics.jsonl").read_bytes()
         assert (length, digest) == (len(text), runfolder.hashlib.sha256(text).hexdigest())
     assert len(flushed) == 2
+
+
+@pytest.mark.parametrize(("name", "change", "kept"), [
+    ("metrics.jsonl", lambda p: None, []), ("metrics.jsonl", lambda p: p.write_text('{"step": 1}\n{"st'), [1]),
+    ("metrics.jsonl", lambda p: p.write_text('{"step": 1}\n{"step": 2}\n\0'), [1, 2]),
+    ("metrics.jsonl", lambda p: p.symlink_to("gone"), []), ("metrics.jsonl", Path.mkdir, []),
+    ("samples.jsonl", os.mkfifo, []), ("samples.jsonl", Path.mkdir, [])])  # these had not begun
+def test_a_log_that_another_program_changes_says_so_and_the_run_goes_on(name, change, kept, tmp_path, capsys):
+    for at_save in (False, True):
+        log = runfolder.RunLog(tmp_path / str(at_save))
+        log.folder.mkdir()
+        path = log.folder / name
+        for step in (1, 2) if name == "metrics.jsonl" else ():
+            log.write(name, {"step": step})
+        path.unlink(missing_ok=True)
+        change(path)
+        if at_save:
+            log.seal()
+        log.write(name, {"step": 3})
+        log.seal()
+        assert [line["step"] for line in runfolder.read_log(path)] == [*kept, 3]
+        said, = capsys.readouterr().err.splitlines()
+        assert re.match(f"{path} was changed by .*: it goes on with {len(kept)} whole lines, and a report lacks", said)
+        assert ("what lay there" in said) == any(log.folder.glob("*.changed_at_*"))
+
+
+def test_a_resumed_run_names_the_steps_that_a_log_lacks(run, capsys):
+    for name in ("metrics.jsonl", "decisions.jsonl"):
+        without(run / name, lambda line: line["step"] in (2, 3))
+    runfolder.RunLog(run).resume(4, config.load(run / "config.yaml"))
+    said = capsys.readouterr().err
+    assert said.count(" lacks the steps [2, 3]: ") == 2 and "samples" not in said
+
+
+@pytest.mark.parametrize("name", ["hf", "hf_adapter", "checkpoints"])
+def test_the_places_of_a_run_are_tried_before_it(name, run, tmp_path, monkeypatch):
+    place, far, cfg = run / name, tmp_path / "far", config.load(run / "config.yaml")
+    place.rename(far) if place.exists() else far.mkdir()
+    for make in (Path.touch, os.mkfifo, lambda p: p.symlink_to("gone"), lambda p: p.symlink_to(p.name)):
+        make(place)
+        with pytest.raises(ConfigError, match=f"{place} is of another kind, or a link to nothing"):
+            runfolder.require_free_folder(config.replace(cfg, out=str(run)), "auto")
+        place.unlink()
+    place.symlink_to(far)
+    runfolder.require_place(run, name)
+    for closed in (far, tmp_path)[:1 if name == "checkpoints" else 2]:
+        monkeypatch.setattr(os, "access", lambda path, mode, closed=closed: path != closed)
+        with pytest.raises(ConfigError, match=f"out={place} cannot be written, because {closed} is no folder or"):
+            runfolder.require_place(run, name)
+
+
+def test_an_export_goes_where_its_link_points(tmp_path):
+    (tmp_path / "far").mkdir()
+    (tmp_path / "hf").symlink_to("far")
+    os.mkfifo(tmp_path / "far.unfinished")
+    with replace_folder(tmp_path / "hf") as fresh:
+        (fresh / "a").touch()
+    assert (tmp_path / "hf").is_symlink() and (tmp_path / "far" / "a").is_file() and not fresh.exists()
 
 
 def test_a_report_names_the_steps_that_a_log_lacks(run, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ as templates do that drop the thoughts of earlier answers or move the system pro
 from collections.abc import Sequence
 
 from infra.tokenizer import Tokenizer
-from settings.loader import SHORT, ConfigError
+from settings.loader import SHORT, ConfigError, encodable
 
 QUESTION = {"role": "user", "content": "?"}
 BEFORE = ([], [{"role": "system", "content": "rule"}], [QUESTION, {"role": "assistant", "content": "yes"}])
@@ -54,7 +54,7 @@ class Splicer:
         return ids if closed else [self.closing, *ids]
 
     def text_tokens(self, text: str, so_far: Sequence[int]) -> list[int]:
-        before = self.tokenizer.decode(so_far, special=True)
+        text, before = encodable(text), self.tokenizer.decode(so_far, special=True)
         for anchor in (self.end_text, "\n"):  # some write a space behind a special token
             ids = self.encode_behind(text, anchor)
             whole = self.tokenizer.decode([*so_far, *ids], special=True)
