@@ -261,11 +261,13 @@ def is_ready(seconds: float, pid: int, *places: object) -> bool:
 
     To queue for a processor is neither, so a busy machine changes nothing.
     """
-    start, before, waited, most = monotonic(), measure(pid), 0.0, max(1.0, seconds)
+    start, most = monotonic(), max(1.0, seconds)
+    before, waited = measure(pid), 0.0
     while not wait(places, max(0.01, most - waited)):
         now = measure(pid)
-        waited = monotonic() - start - (now.had - before.had) - (now.queued - before.queued)
-        if waited >= most and not now.runs or now.had - before.had >= seconds + 1:
+        had, queued = now.had - before.had, now.queued - before.queued
+        waited = monotonic() - start - had - queued
+        if waited >= most and not now.runs or had >= seconds + 1:
             return bool(wait(places, 0))
     return True
 
@@ -279,18 +281,17 @@ class Usage:
     runs: bool = False
 
 
-def measure(pid: int | str) -> Usage:
+def measure(pid: int) -> Usage:
     """Measure a process; nothing if it has ended."""
-    usage = Usage()
-    for task in Path(f"/proc/{pid}/task").glob("*"):
-        with suppress(OSError):
-            had, queued, _ = (task / "schedstat").read_text().split()
-            parts = [Usage(int(had) / 1e9, int(queued) / 1e9, ") R " in (task / "stat").read_text()),
-                     *map(measure, (task / "children").read_text().split())]
-            for part in parts:
-                usage.had += part.had
-                usage.queued += part.queued
-                usage.runs |= part.runs
+    usage, family = Usage(), [pid]
+    for member in family:  # which grows
+        for task in Path(f"/proc/{member}/task").glob("*"):
+            with suppress(OSError):
+                had, queued, _ = (task / "schedstat").read_text().split()
+                usage.had += int(had) / 1e9
+                usage.queued += int(queued) / 1e9
+                usage.runs |= ") R " in (task / "stat").read_text()
+                family += (task / "children").read_text().split()
     return usage
 
 
