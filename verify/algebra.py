@@ -21,7 +21,15 @@ from math_verify import verify
 from sympy.core.evalf import PrecisionExhausted
 
 from verify import formula
-from verify.answer import FLIPPED, RELATION
+from verify.answer import (
+    FLIPPED,
+    RELATION,
+    closes_at_end,
+    may_be_set,
+    split_relation,
+    split_top_level,
+    strip_wrapping,
+)
 from verify.number import number, rounds_to
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # at every call it warns that its time-outs are off
@@ -31,6 +39,7 @@ SPELLED = NormalizationConfig(
 LITERAL = ConversionConfig(lowercase_symbols=False, interpret_as_mixed_fractions=False)
 CLOSED = re.compile(r"(\\(?:ln|log|lg|exp|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?)(?:[_^](?:\{[^{}]*\}|\w))*) ?"
                     r"((?:\w|\\(?!cdot|frac)[a-z]+ ?)+)(?= ?(?:\\cdot|/))")  # an argument without brackets
+RELATIONS = {"=": sympy.Eq, "≠": sympy.Ne, "<": sympy.Lt, "≤": sympy.Le, ">": sympy.Gt, "≥": sympy.Ge}
 DIGITS, POINTS_COMPARED, POINTS_TRIED = 50, 6, 40
 TOLERANCE = sympy.Float(10, DIGITS) ** -40  # tells e^{64} + x from e^{64} - x
 POINT_SIZES = (sympy.Rational(1, 10), 1, 3, 10, 30, 100)  # small and large, to tell |x - 6| from 6 - x
@@ -107,15 +116,81 @@ def nearly_equal(a: sympy.Expr, b: sympy.Expr) -> bool:
 
 def compare_expressions(gold: str, answer: str) -> bool:
     """Tell whether two expressions are equal, or two relations up to a factor. Raises as `read_formula`."""
+    if may_be_set(gold) and may_be_set(answer):
+        with suppress(ValueError, TypeError, NotImplementedError, RecursionError):
+            if same_sets(gold, answer):
+                return True
     if RELATION.search(gold) and RELATION.search(answer):
         return compare_relations(gold, answer)
     a, b = read_formula(gold), read_formula(answer)
     if isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr):
+        b = rename_free_letter(a, b)
         if not a.free_symbols | b.free_symbols:
             return same_constants(a, b, gold, answer)
         with suppress(ValueError):
             return same_functions(a, b)
     return bool(verify(a, b, float_rounding=12, timeout_seconds=None))
+
+
+def rename_free_letter(gold: sympy.Expr, answer: sympy.Expr) -> sympy.Expr:
+    r"""Name the whole number of a family (\pi/4 + k\pi), or the constant of an integral, as in the gold answer."""
+    letters = gold.free_symbols - answer.free_symbols, answer.free_symbols - gold.free_symbols
+    if [len(side) for side in letters] != [1, 1]:
+        return answer
+    (new,), (old,) = letters
+    slope, names = gold.diff(new), {new.name, old.name}
+    period = names <= set("klmn") and ((slope / sympy.pi).is_Rational or (slope / 180).is_Integer)
+    others = {symbol.name for symbol in gold.free_symbols - {new}}
+    constant = names == {"C", "c"} and others <= set("stuxyz") and (slope == 1 or slope.has(sympy.exp))
+    return answer.xreplace({old: new}) if period or constant else answer
+
+
+def same_sets(gold: str, answer: str) -> bool:
+    """Tell whether two texts are one set of real numbers. Raises as `read_set`."""
+    a, b = read_set(gold, set()), read_set(answer, set())
+    return a == b or (a ^ b).is_empty is True
+
+
+def read_set(text: str, letters: set) -> sympy.Set:
+    """Read intervals, lists in braces and conditions on one letter, and what joins them, as a set of reals.
+
+    Adds its letter to `letters`. Raises ValueError if a text is no such set, and what sympy raises.
+    """
+    text = re.sub(r"\\(cup|cap|setminus)(?![a-z])", lambda m: "∪∩∖"["cup cap setminus".split().index(m[1])], text)
+    for signs, join in (("∪∨", sympy.Union), ("∧", sympy.Intersection), ("∩", sympy.Intersection),
+                        ("∖", sympy.Complement)):
+        if len(pieces := split_top_level(text, signs)) > 1:
+            return functools.reduce(join, [read_set(piece, letters) for piece in pieces])
+    text = text.strip()
+    if text == "\\emptyset":
+        return sympy.S.EmptySet
+    if text.startswith("\\{") and closes_at_end(text[1:]):
+        return sympy.FiniteSet(*[read_real(x) for x in split_top_level(text[2:-2], ",;")])
+    if text[:1] in ("(", "[") and closes_at_end(text):
+        members = split_top_level(text[1:-1], ",;")
+        if len(members) == 1 and text[0] == "(":
+            return read_set(text[1:-1], letters)
+        low, high = map(read_real, members)
+        return sympy.Interval(low, high, text[0] == "(", text[-1] == ")")
+    if len(pieces := split_top_level(text, ",")) > 1:
+        return sympy.Intersection(*[read_set(piece, letters) for piece in pieces])
+    sides, signs = split_relation(text)
+    if signs[:1] == ["\\in"]:
+        return read_set(text.partition("\\in")[2], letters)
+    values, holds = [read_formula(side) for side in sides], []
+    letters |= set().union(*[value.free_symbols for value in values])
+    if not signs or len(letters) != 1:
+        raise ValueError(f"no condition on one letter in {text!r}")
+    for left, sign, right in zip(values, signs, values[1:], strict=False):
+        holds.append(sympy.solveset(RELATIONS[sign](left, right), *letters, sympy.S.Reals))
+    return sympy.Intersection(*holds)
+
+
+def read_real(text: str) -> sympy.Expr:
+    value = read_formula(strip_wrapping(text)[0])
+    if not value.is_extended_real:
+        raise ValueError(f"{text!r} is no real number")
+    return value
 
 
 def same_functions(a: sympy.Expr, b: sympy.Expr) -> bool:
@@ -144,7 +219,10 @@ def same_functions(a: sympy.Expr, b: sympy.Expr) -> bool:
             if compared == wanted:
                 break
     if compared:
-        return True
+        steps = sympy.floor, sympy.ceiling
+        wholes = [{s: sympy.floor(x) for s, x in point.items()} for point in
+                  itertools.islice(draw_points(symbols, signed=True), POINTS_COMPARED)]
+        return not (a - b).has(*steps) or all(a.xreplace(point) == b.xreplace(point) for point in wholes)
     complex_points = itertools.islice(draw_points(symbols, signed=False), POINTS_COMPARED)
     return all(nearly_equal(value_at(a, point), value_at(b, point)) for point in complex_points)
 

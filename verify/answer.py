@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 
 from verify.number import LONGEST, THOUSANDS, number, same_numbers
-from verify.spelling import normalise, read_unit, without_unit
+from verify.spelling import UNITS, normalise, read_unit, without_unit
 
 DEEPEST = 20      # brackets within brackets
 LONGEST_LIST = 40      # members of a list that are compared one by one
@@ -45,7 +45,10 @@ SET_SIGNS = re.compile(r"\\(?:cup|cap|setminus|backslash|infty|emptyset)(?![a-z]
 MATRIX = re.compile(r"[\[(]*\\begin\{(?:[pbB]?(?:small)?matrix|array)\}(?:\{[lcr|]*\})?(.*?)(?:\\\\)?"
                     r"\\end\{[a-zA-Z]+\}[\])]*")
 TRANSPOSED = re.compile(r"(.*)\^\{?\\?(?:[Tt]|top|intercal)\}?")
-BASED = re.compile(r"([-+]?[0-9A-Z]+)_\{?(\d+)\}?")
+BASED = re.compile(r"([-+]?(?:[0-9A-Z]+|(?=[a-f]*\d)[0-9a-f]+))_\{?(\d+)\}?")
+TEXT = re.compile(r'"\s*([A-Za-z][A-Za-z .\'-]+[A-Za-z.])\s*"')
+POINT = re.compile(r"\\?[A-Z](?:_\d|')?(?=\(.*\))")
+SET = re.compile(r"[<>≤≥≠]|[\[(].*,.*[\])]|\\(?:cup|setminus|emptyset)(?![a-z])")
 CHOICE = re.compile(r'"?\s*\(?([A-Z])[).:]\s*"?\s*([^\s∧∨,].*)')
 RADIANS = ("radian", "radians", "rad")
 WORDS = re.compile(r"(?i:yes|no)|(?=.*[A-Za-z]{4})(?:[A-Za-z .,']|(?<=[a-z])-(?=[a-z]{2}))+|"
@@ -221,7 +224,7 @@ def take_apart(x: str, other: str = "") -> tuple[str, list[str]]:
     if x[:1] in ("(", "[") and len(members := split_top_level(x[1:-1], ",;")) > 1 and closes_at_end(x):
         return x[0] + x[-1], members
     if based := BASED.fullmatch(x):
-        return "" if based[2] == "10" else f"base {based[2]}", [based[1]]
+        return "" if based[2] == "10" else f"base {based[2]}", [based[1].upper()]
     if len(members := split_top_level(x, ":")) > 1:
         return ":", members
     return "", [x]
@@ -234,8 +237,14 @@ def answers_equal(gold: str, answer: str, compare: Compare) -> bool:
     if max(len(gold), len(answer)) <= LONGEST:
         spellings = normalise(gold), normalise(answer)
         if all(map(is_short, spellings)):
-            return same_answers(*spellings, compare)
+            reals = all(map(may_be_set, spellings)) and any(re.search("[<>≤≥≠∪∨]|\\\\cup", x) for x in spellings)
+            return same_answers(*spellings, compare) or reals and compare(*spellings)
     return strip_spaces(gold) == strip_spaces(answer)
+
+
+def may_be_set(x: str) -> bool:
+    """Tell whether a text may be a set of real numbers: an interval, a condition, or a union."""
+    return bool(SET.search(x))
 
 
 def strip_spaces(x: str) -> str:
@@ -244,6 +253,9 @@ def strip_spaces(x: str) -> str:
 
 def same_answers(gold: str, answer: str, compare: Compare, labelled: bool = True) -> bool:
     """Compare two normalised answers. `labelled`: one may be a choice with its letter, (B) 42."""
+    texts = [text[1] for text in map(TEXT.fullmatch, (gold, answer)) if text]
+    if texts and not {*texts} & {*UNITS} and gold.strip('" ').lower() == answer.strip('" ').lower():
+        return True
     gold, answer = intersect_conditions(gold), intersect_conditions(answer)
     gold_items, answer_items = list_members(gold), list_members(answer)
     if len(gold_items) == len(answer_items) == 1:
@@ -387,6 +399,13 @@ def same_values(gold: str, answer: str, compare: Compare) -> bool:
         return words[0] is not None and words[0] == words[1]
     gold_kind, gold_members = take_apart(gold, answer)
     answer_kind, answer_members = take_apart(answer, gold)
+    for one, kind, members in ((gold, answer_kind, answer_members), (answer, gold_kind, gold_members)):
+        if kind in ("()", "matrix [1, 1]", "matrix [1, 1, 1]") and one[:1] not in "([":
+            if name := POINT.match(one):
+                return same_values(one[name.end():], ",".join(members).join("()"), compare)
+            if re.search("[ij](?![a-z])", one) and len(members) in (2, 3):
+                units = "+".join(f"({member}){unit}" for member, unit in zip(members, "ijk", strict=False))
+                return compare(one, units)
     if gold_kind == answer_kind != "":
         return same_in_order(gold_members, answer_members, compare)
     if "\\begin" in gold and "\\begin" in answer:

@@ -4,6 +4,7 @@ Units, currency, percent and degree signs may be left out or added; spaces, size
 answer mean nothing. No rule here changes a value. answer.py splits an answer into members and compares them.
 """
 
+import itertools
 import re
 import unicodedata
 from collections import Counter
@@ -11,18 +12,25 @@ from collections import Counter
 COMMANDS = r"""
     × \cdot, · \cdot, π \pi, ∞ \infty, ° ^\circ, ≤ \le, ≥ \ge, ≠ \ne, ∪ \cup, ∩ \cap, ∈ \in, ± \pm,
     ∅ \emptyset, ≈ \approx, √ \sqrt, ∖ \setminus, ∉ \notin, ≡ \equiv, ℝ \mathbb{R},
-    ⩽ \le, ⩾ \ge, ≦ \le, ≧ \ge, ⟨ (, 〈 (, ⟩ ), 〉 )"""
+    ⩽ \le, ⩾ \ge, ≦ \le, ≧ \ge, ⟨ (, 〈 (, ⟩ ), 〉 ), ⋅ \cdot, ∙ \cdot, • \cdot, ✕ \cdot, ∗ \cdot,
+    º ^\circ, ˚ ^\circ, ∛ \sqrt[3], ∜ \sqrt[4], ∓ \mp, ⌊ \lfloor, ⌋ \rfloor, ⌈ \lceil, ⌉ \rceil, ∑ \sum,
+    ∏ \prod, ∫ \int, ∠ \angle, △ \triangle, ∣ |, ∶ :, ∕ /, Ø \emptyset, ⌀ \emptyset, ⋯ \ldots, ∆ \Delta,
+    ℤ \mathbb{Z}, ℕ \mathbb{N}, ℚ \mathbb{Q}, ℂ \mathbb{C}, Å angstrom, Å angstrom,
+    α \alpha, β \beta, γ \gamma, δ \delta, ε \epsilon, ζ \zeta, η \eta, θ \theta, κ \kappa, λ \lambda,
+    ν \nu, ξ \xi, ρ \rho, σ \sigma, τ \tau, φ \phi, χ \chi, ψ \psi, ω \omega, Γ \Gamma, Δ \Delta,
+    Θ \Theta, Λ \Lambda, Ξ \Xi, Σ \Sigma, Φ \Phi, Ψ \Psi, Ω \Omega, Ω \Omega"""
 CHARACTERS = str.maketrans({
     **{c: f"{command} " for c, command in map(str.split, COMMANDS.split(","))},
-    **dict.fromkeys("−–‑", "-"), **dict.fromkeys("′’", "'"), **dict.fromkeys("“”\"∴"),
-    "÷": "/", "、": ",", "。": "."})
-# NFKC would write 4³ as 43, and 2⅓ as 21/3.
-SHIFTED = {"[⁰¹²³⁴-⁹⁺⁻]+": r"^{\g<0>}", "[₀-₉₊₋]+": r"_{\g<0>}", "[¼-¾⅐-⅞]": r" \g<0>"}
+    **dict.fromkeys("−–‑—―‒", "-"), **dict.fromkeys("′’", "'"), **dict.fromkeys("“”\"∴"),
+    "÷": "/", "、": ",", "。": ".", "٫": ".", "٬": ","})
+# NFKC would write 4³ as 43, and 2⅓ as 21/3. These are its names for a run of small signs.
+SHIFTED = {"<super>": "^{{{}}}", "<sub>": "_{{{}}}", "<fraction>": " {}"}
 # The names of the commands that stand for a sign, and the sign.
 SIGNS = {name: sign + " " * sign[1:].isalpha() for *names, sign in map(str.split, r"""
     le leq leqslant ≤, ge geq geqslant ≥, lt <, gt >, ne neq ≠, langle (, rangle ), lbrace \{, rbrace \},
     backslash smallsetminus \setminus, colon :,
     ldots cdots dots \ldots, mid vert lvert rvert |, times ast \cdot, div /""".split(",")) for name in names}
+BOUNDS = {"at most": "≤", "at least": "≥", "less than": "<", "greater than": ">", "more than": ">"}
 NUMERALS, FACTORS, CURRENCIES = (dict(map(str.split, text.split(","))) for text in (
     "two 2, three 3, four 4, five 5, six 6, seven 7, eight 8, nine 9, ten 10",
     "dozen 12, hundred 100, thousand 1000, million 10^{6}, billion 10^{9}, trillion 10^{12}",
@@ -40,7 +48,7 @@ SYNONYMS = """
     A ampere amperes, mA = milli A, uA = micro A, K kelvin, C, F, T,
     eV, keV = kilo eV, MeV = mega eV, GeV = giga eV,
     mol mole moles, mmol = milli mol, umol = micro mol, kmol = kilo mol,
-    ton tons, man men, cup cups, way ways, euro euros, sterling, yen, rupee rupees,
+    ton tons, man men, cup cups, way ways, euro euros, sterling, yen, rupee rupees, angstrom angstroms,
     mph = mile h^-1, kph kmph = km h^-1, Hz hertz = s^-1, kHz = kilo Hz, MHz = mega Hz, GHz = giga Hz,
     N newton newtons = kg m s^-2, kN = kilo N, mN = milli N,
     J joule joules = kg m^2 s^-2, kJ = kilo J, MJ = mega J,
@@ -66,7 +74,7 @@ ABOUT_SIGN = (r"(?:\\(?:(?:thick)?approx|approxeq|simeq|eqsim|(?:fallingdots|ris
               r"[∼≅])|(?<=[a-zA-Z] )~)")
 ARGUMENT = r"\s*(\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\d|\\[a-zA-Z]+|[a-zA-Z])"
 CIRCLE = r"\s*\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})"
-TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
+TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|cis)(?![a-z])")
 ORDINAL = '"?(?:st|nd|rd|th)"?'
 TWICE = r"(?<!\\)(?:\\\\)+[a-zA-Z(\[{$%]"
 ONCE = r'(?<!\\)(?:\\\\)*\\(?![\\nrt"/])'
@@ -113,8 +121,8 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     (r"\{\s*\\rm\s" + BODY + r"\}|\\rm" + BRACED, r"{\\mathrm{\1\2}}", r"5{\rm cm}", r"5{\mathrm{cm}}"),
     # an equals sign at the start, boxes, sizes and fonts without an argument, colours, tags, alignments
     (macro("boxed|fbox|displaystyle|textstyle|limits|bf|rm|small|large|Large|LARGE|huge|Huge|checkmark|"
-           "therefore|underline") + r"|^[\s=]+|\\? ?$|\\(?:text)?color\{[^{}]*\}|\\tag\{[^{}]*\}|"
-     r"(?<=matrix)\*(?=\})|(?<=matrix\*\})\[[lcr]\]", "", r"=\displaystyle 5\tag{1}", " 5"),
+           "therefore|underline|hfill|centering|noindent") + r"|^(?:[\s=]|\\#)+|\\? ?$|"
+     r"\\(?:text)?color\{[^{}]*\}|\\tag\{[^{}]*\}|(?<=matrix)\*(?=\})|(?<=matrix\*\})\[[lcr]\]", "", r"=\displaystyle 5\tag{1}", " 5"),
     # Money and delimiters of formulas:
     # a currency's sign
     (r"^\\?([\$£€¥₹])\s*([\d.,]+)$", lambda m: f'{m[2]} "{CURRENCIES[m[1]]}"', r"\$5", '5 "dollars"'),
@@ -146,13 +154,29 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
      r"\mathbf{v}", "v"),  # fonts
     (r"\\begin\{cases\}(.*)\\end\{cases\}", lambda m: m[1].replace("\\\\", ","),
      r"\begin{cases}x=1\\y=2\end{cases}", "x=1,y=2"),  # cases
+    # aligned lines
+    (r"\\begin\{((?:align|gather|equation|split|eqnarray)(?:ed)?\*?)\}(.*)\\end\{\1\}",
+     lambda m: re.sub(r"\\\\(?!\s*&?\s*=)", ",", m[2]).replace("&", "").replace("\\\\", ""),
+     r"\begin{align*}x&=1+4\\&=5\end{align*}", "x=1+4=5"),
     # integers that an index runs over, a condition in words
-    (r"\s*(?:,|\(|\\q?quad)\s*[a-zA-Z]\s*\\in\s*\\mathbb\s*\{?[ZN]\}?\)?\s*$|"
-     r'(?<=\S)\s*,?\s*"\s*(?:for (?:all|every|each|any|some)\b|for\s*"|where\b|only\b)[^;]*$',
-     "", r"2k\pi, k \in \mathbb{Z}", r"2k\pi"),
+    (r"\s*(?:,|\(|\\q?quad|\\mid|\||:)\s*[a-zA-Z]\s*\\in\s*\\mathbb\s*\{?[ZN]\}?(?:\)|\s*(\\\}))?\s*$|"
+     r'(?<=\S)\s*,?\s*"\s*(?:for (?:all|every|each|any|some|integers?)\b|for\s*"|'
+     r'(?:where|only|because|since)\b)[^;]*$', r"\1", r"2k\pi, k \in \mathbb{Z}", r"2k\pi"),
+    (r"\\mathbb\s*\{?R\}?\s*\^\s*(?:\+|\{\s*\+\s*\})", r"(0,\\infty)", r"\mathbb{R}^+", r"(0,\infty)"),
     (r"\\mathbb\s*\{?R\}?|" + macro("R") + r"|(?i:\ball real numbers\b)",
      r"(-\\infty,\\infty)", r"\mathbb{R}", r"(-\infty,\infty)"),  # the reals
+    # reals but some
+    (r'(?<=\(-\\infty,\\infty\))\s*"?\s*,?\s*except (?:for )?(?:[a-z] ?= ?)?"?\s*([-\d\\{][^"]*)"?$',
+     r"\\setminus \\{\1\\}", r"(-\infty,\infty) except 2", r"(-\infty,\infty)\setminus \{2\}"),
     # Letters with marks, rows of matrices:
+    # unit vectors
+    (r"\\(?:hat|vec)\s*\{?\\?([ijk])(?:math)?(?![a-zA-Z])\s*\}?", r" \1", r"3\hat{\imath}", "3 i"),
+    # names of segments, triangles and angles
+    (r"^\\overline\s*\{([A-Z]{2})\}(?=\s*=)", r"\1", r"\overline{AB}=5", "AB=5"),
+    (r"^\\triangle\s*([A-Z]{3})$", r'"triangle \1"', r"\triangle ABC", '"triangle ABC"'),
+    (r"^\\angle\s*([A-Z])([A-Z])([A-Z])$", lambda m: f'"angle {min(m[1], m[3])}{m[2]}{max(m[1], m[3])}"',
+     r"\angle CBA", '"angle ABC"'),
+    (r"^(?!.*\\pm)(.*)\\mp(?![a-z])", r"\1\\pm", r"2\mp 1", r"2\pm 1"),  # signs that no other goes with
     (r"([A-Za-z])(?:\^\s*\{?\s*\\prime\s*\}?|')", r"\1_{p}", "x'", "x_{p}"),  # primes
     (r"_\{\\([a-z]+)\s*\}", r"_{\1}", r"x_{\alpha}", "x_{alpha}"),  # Greek indices
     (r"\\(vec|hat|bar)\s+([a-zA-Z])", r"\\\1{\2}", r"\vec v", r"\vec{v}"),  # marks on letters
@@ -202,14 +226,22 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     (r"!=|\\not\s*(?:=|\\approx|\\sim|\\cong)", "≠", "x != 1", "x ≠ 1"),
     # the empty set
     (macro("varnothing|emptyset") + r"|\\\{\s*\\\}|" +
-     r'^"?(?i:(?:there (?:is|are) )?no (?:real )?solutions?|(?:the )?empty set)\.?"?$',
+     r'^"?(?i:(?:there (?:is|are) |[a-z ]+ has )?no (?:real |such )?(?:solutions?|roots?|values?|numbers?)'
+     r'(?: exists?)?|(?:the )?(?:empty|null) set)\.?"?$',
      r"\\emptyset ", r"\{\}", r"\emptyset "),
     # that set in a set
     (r"\\\{\s*\\emptyset\s*\\\}", '"set of nothing"', r"\{\emptyset\}", '"set of nothing"'),
     (r"\\\}\s*\\cup\s*\\\{", ",", r"\{1\}\cup\{2\}", r"\{1,2\}"),  # a union of lists
     # open ends of intervals by ISO
-    (r"^\](?=[^\[\]]*[,;][^\[\]]*[\[\]]$)", "(", "]1, 2]", "(1, 2]"),
-    (r"^([\[(][^\[\]()]*[,;][^\[\]()]*)\[$", r"\1)", "[1, 2[", "[1, 2)"),
+    (r"(^|\\c[au]p|\\in|=)\s*\](?=[^\[\]()]*[,;][^\[\]()]*[\[\]])", r"\1(", "]1, 2]", "(1, 2]"),
+    (r"([\[(][^\[\]()]*[,;][^\[\]()]*)\[(?=\s*(?:$|\\c[au]p))", r"\1)", "[1, 2[", "[1, 2)"),
+    # one word for what is not there
+    (r'^"?\s*(?i:dne|(?:it |the limit )?do(?:es)?(?: not|n\'t) exist)\.?\s*"?$', '"does not exist"', "DNE",
+     '"does not exist"'),
+    (r'^"?\s*(?i:none of (?:them|these|those|the above))\.?\s*"?$', '"none"', "none of these", '"none"'),
+    # yes and no with a reason
+    (r'^"?(?i:(yes)\b(?!.*\b(?:no|not|but|if|only|unless)\b)|(no)\b(?!.*\b(?:yes|but|if|only|unless)\b)),[^\d\\,]*$',
+     r'"\1\2"', "Yes, it is", '"Yes"'),
     # x before a power of ten
     (r"(?<=\d) ?x ?(?=10\s*\^)|\*", r"\\cdot ", "2*3 x 10^8", r"2\cdot 3\cdot 10^8"),
     (r"\\not\s*\\in(?![a-z])", r"\\notin ", r"x \not\in A", r"x \notin  A"),  # no member
@@ -228,6 +260,11 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
      r'\1"modulo \2"', r"x\equiv 3 \pmod 5", ' 3"modulo 5"'),
     (r'\s*(?:\\pmod\s*\{?(\w+)\}?|"?\s*\(\s*\\bmod\s*\{?(\w+)\}?\s*\)"?|"?\s*\bmodulo\s*"?\s*(\w+))\s*$',
      r'"modulo \1\2\3"', r"3 \pmod{5}", '3"modulo 5"'),
+    # choices and arrangements
+    (r"(?<![\w}])(?:\{\})?[_^](?:(\w)|\{(\w+)\})\s*C_(?:(\w)|\{(\w+)\})|\b(\d+)C(\d+)\b(?!_)",
+     r"\\binom{\1\2\5}{\3\4\6}", "{}_5C_2", r"\binom{5}{2}"),
+    (r"(?<![\w}])(?:\{\})?[_^](?:(\w)|\{(\w+)\})\s*P_(?:(\w)|\{(\w+)\})|\b(\d+)P(\d+)\b(?!_)",
+     r"\\frac{\1\2\5!}{(\1\2\5-\3\4\6)!}", "{}_5P_2", r"\frac{5!}{(5-2)!}"),
     # a binomial by TeX
     (r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}", r"{3\choose 2}", r"\binom{3}{ 2}"),
     # Spellings of programs and in words:
@@ -235,8 +272,8 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     (r'(?<![a-zA-Z])"?(?:[a-zA-Z]*[mM]atrix|array|tensor|[vV]ector)"?\s*\((\[.*\])\)', r"\1",
      "Matrix([[1], [2]])", "[[1], [2]]"),  # a matrix of a program
     (r"(?i:\binfinity\b|\binf\b)|\boo\b", r"\\infty ", "oo", r"\infty "),  # infinity
-    (r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|arcsin|arccos|arctan|ln|log|exp)(?![a-zA-Z])", r"\\\1",
-     "sin x", r"\sin x"),  # functions without a backslash
+    (r'(?<![\\a-zA-Z])(")?(sqrt|pi|sin|cos|tan|arcsin|arccos|arctan|ln|log|exp|cis|gcd|lcm)(?(1)")'
+     "(?![a-zA-Z])", r"\\\2", "sin x", r"\sin x"),  # functions without a backslash
     # a root in brackets or without braces
     (r"\\sqrt(\[[^\]]*\])?\s*(?:\(([^()]*)\)|(\d+|\\frac(?:\s*(?:\{[^{}]*\}|\d)){2}|\\[a-z]+|[a-zA-Z]))",
      r"\\sqrt\1{\2\3}", r"\sqrt2+\sqrt(3)", r"\sqrt{2}+\sqrt{3}"),
@@ -249,11 +286,20 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
      r"\1\\cdot 10^{\2}", "2e3", r"2\cdot 10^{3}"),  # e-notation
     (r'(\d)\s*"?\s*(' + "|".join(FACTORS) + ")(?![a-z])",
      lambda m: rf'{m[1]}\cdot {FACTORS[m[2]]}"', "5 million", r'5\cdot 10^{6}"'),  # a factor in words
-    # repeating decimals by dots
+    # repeating decimals by marks on digits, in brackets, by dots
+    (r"(?:\d[\u0304\u0305\u0307])+", lambda m: rf"\overline{{{re.sub(r'[^0-9]', '', m[0])}}}", "3\u0305",
+     r"\overline{3}"),
+    (r"\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?",
+     r"\\overline{\1\2\3}",
+     r"0.\dot{1}4\dot{7}", r"0.\overline{147}"),
+    (r"^([-+]?\d*\.\d*)\((\d+)\)$", r"\1\\overline{\2}", "0.1(6)", r"0.1\overline{6}"),
     (r"(\.\d*?)(\d{1,2}?)\2{2,}\s*(?:\.\.\.|\\ldots)", r"\1\\overline{\2}", "0.333...", r"0.\overline{3}"),
     (r"(?<=[\d.])\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))",
      lambda m: rf"\overline{{{m[1] or m[2]}}}", r"0.\bar3", r"0.\overline{3}"),  # repeating decimals
     (r"(\d)\.(?![\d.]|\\overline)", r"\1", "5.", "5"),  # a point behind an integer
+    # a bound in words
+    (r'\s*"?\s*\bis (at most|at least|less than|greater than|more than)\b\s*"?\s*', lambda m: BOUNDS[m[1]],
+     "n is at most 5", "n≤5"),
     (r'(\d)\s*"?\s*to\s*"?\s*(\d)', r"\1:\2", "2 to 3", "2:3"),  # a ratio in words
     (r'(?i:(\d)(\s*"?\s*)([ap])\.?\s?m\b\.?)', lambda m: f"{m[1]}{m[2]}{m[3].lower()}m",
      "4:30 P.M.", "4:30 pm"),  # half of the day
@@ -286,9 +332,10 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
 def normalise(answer: str) -> str:
     """Rewrite an answer in its normal spelling, without changing its value."""
     answer = undouble(answer).translate(CHARACTERS)
-    for signs, new in SHIFTED.items():
-        answer = re.sub(signs, new, answer)
+    runs = itertools.groupby(answer, lambda c: unicodedata.decomposition(c).partition(" ")[0])
+    answer = "".join(SHIFTED.get(kind, "{}").format("".join(run)) for kind, run in runs)
     answer = unicodedata.normalize("NFKC", answer).translate(CHARACTERS)
+    answer = re.sub(r"\d", lambda m: str(int(m[0])), answer)  # digits of other scripts
     if TRIGONOMETRIC.search(answer):
         answer = DEGREES.sub(r"(\\frac{\1\\pi}{180})", answer)
     for pattern, new, *_ in RULES:
