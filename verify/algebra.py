@@ -21,15 +21,7 @@ from math_verify import verify
 from sympy.core.evalf import PrecisionExhausted
 
 from verify import formula
-from verify.answer import (
-    FLIPPED,
-    RELATION,
-    closes_at_end,
-    may_be_set,
-    split_relation,
-    split_top_level,
-    strip_wrapping,
-)
+from verify.answer import FLIPPED, RELATION, SET, split_relation, split_top_level, strip_wrapping
 from verify.number import number, rounds_to
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # at every call it warns that its time-outs are off
@@ -39,10 +31,15 @@ SPELLED = NormalizationConfig(
 LITERAL = ConversionConfig(lowercase_symbols=False, interpret_as_mixed_fractions=False)
 CLOSED = re.compile(r"(\\(?:ln|log|lg|exp|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?)(?:[_^](?:\{[^{}]*\}|\w))*) ?"
                     r"((?:\w|\\(?!cdot|frac)[a-z]+ ?)+)(?= ?(?:\\cdot|/))")  # an argument without brackets
-RELATIONS = {"=": sympy.Eq, "≠": sympy.Ne, "<": sympy.Lt, "≤": sympy.Le, ">": sympy.Gt, "≥": sympy.Ge}
+NAMES_OF_SIGNS = dict(zip("=≠<≤>≥", ("==", "!=", "<", "<=", ">", ">="), strict=True))  # sympy's
+# What joins sets, that which binds least first.
+JOINS = {("\\cup", "∪", "∨"): sympy.Union, ("\\cap", "∧", ","): sympy.Intersection, ("\\setminus",): sympy.Complement}
 DIGITS, POINTS_COMPARED, POINTS_TRIED = 50, 6, 40
 TOLERANCE = sympy.Float(10, DIGITS) ** -40  # tells e^{64} + x from e^{64} - x
 POINT_SIZES = (sympy.Rational(1, 10), 1, 3, 10, 30, 100)  # small and large, to tell |x - 6| from 6 - x
+
+X = sympy.Symbol("x")
+sympy.solveset(abs(X) < 1, X, sympy.S.Reals)  # its first call takes long: before a worker's clock runs
 
 
 @functools.lru_cache(maxsize=2000)  # a gold answer is compared with every completion of its group
@@ -71,7 +68,8 @@ def parse_latex(text: str) -> sympy.Basic:
     # The parser takes i for a letter, and decimals for binary fractions.
     imaginary = {s: sympy.I for s in read.free_symbols if s.name == "i"}
     decimals = {x: sympy.Rational(str(x)) for x in read.atoms(sympy.Float)}
-    read = read.xreplace(imaginary | decimals)
+    powers = {x: x.base**x.exp for x in read.atoms(sympy.Pow) if isinstance(x.base, sympy.MatrixBase)}
+    read = read.xreplace(imaginary | decimals | powers)
     return read.doit() if read.has(sympy.Integral, sympy.Limit, sympy.Sum, sympy.Product) else read
 
 
@@ -116,9 +114,9 @@ def nearly_equal(a: sympy.Expr, b: sympy.Expr) -> bool:
 
 def compare_expressions(gold: str, answer: str) -> bool:
     """Tell whether two expressions are equal, or two relations up to a factor. Raises as `read_formula`."""
-    if may_be_set(gold) and may_be_set(answer):
-        with suppress(ValueError, TypeError, NotImplementedError, RecursionError):
-            if same_sets(gold, answer):
+    if SET.search(gold) and SET.search(answer):
+        with suppress(ValueError, TypeError, NotImplementedError):
+            if read_set(gold, set()) == read_set(answer, set()) != sympy.S.EmptySet:
                 return True
     if RELATION.search(gold) and RELATION.search(answer):
         return compare_relations(gold, answer)
@@ -133,64 +131,38 @@ def compare_expressions(gold: str, answer: str) -> bool:
 
 
 def rename_free_letter(gold: sympy.Expr, answer: sympy.Expr) -> sympy.Expr:
-    r"""Name the whole number of a family (\pi/4 + k\pi), or the constant of an integral, as in the gold answer."""
-    letters = gold.free_symbols - answer.free_symbols, answer.free_symbols - gold.free_symbols
-    if [len(side) for side in letters] != [1, 1]:
+    r"""Name the whole number of a family, \pi/4 + k\pi, or the constant of an integral, as the gold answer does."""
+    new, old = gold.free_symbols - answer.free_symbols, answer.free_symbols - gold.free_symbols
+    if not (new and old):
         return answer
-    (new,), (old,) = letters
-    slope, names = gold.diff(new), {new.name, old.name}
-    period = names <= set("klmn") and ((slope / sympy.pi).is_Rational or (slope / 180).is_Integer)
-    others = {symbol.name for symbol in gold.free_symbols - {new}}
-    constant = names == {"C", "c"} and others <= set("stuxyz") and (slope == 1 or slope.has(sympy.exp))
-    return answer.xreplace({old: new}) if period or constant else answer
-
-
-def same_sets(gold: str, answer: str) -> bool:
-    """Tell whether two texts are one set of real numbers. Raises as `read_set`."""
-    a, b = read_set(gold, set()), read_set(answer, set())
-    return a == b or (a ^ b).is_empty is True
+    slope = gold.diff(*new)
+    names = " ".join(map(str, (*new, *old, *gold.free_symbols & answer.free_symbols)))
+    family = re.fullmatch("[k-n] [k-n]", names) and ((slope / sympy.pi).is_Rational or (slope / 180).is_Integer)
+    constant = re.fullmatch("(C c|c C)( [s-z])*", names) and (slope == 1 or slope.has(sympy.exp))
+    return answer.xreplace(dict(zip(old, new, strict=False))) if family or constant else answer
 
 
 def read_set(text: str, letters: set) -> sympy.Set:
     """Read intervals, lists in braces and conditions on one letter, and what joins them, as a set of reals.
 
-    Adds its letter to `letters`. Raises ValueError if a text is no such set, and what sympy raises.
+    Adds its letter to `letters`. Raises ValueError for anything else, and what sympy raises.
     """
-    text = re.sub(r"\\(cup|cap|setminus)(?![a-z])", lambda m: "∪∩∖"["cup cap setminus".split().index(m[1])], text)
-    for signs, join in (("∪∨", sympy.Union), ("∧", sympy.Intersection), ("∩", sympy.Intersection),
-                        ("∖", sympy.Complement)):
+    text = strip_wrapping(text)[0]
+    for signs, join in JOINS.items():
         if len(pieces := split_top_level(text, signs)) > 1:
             return functools.reduce(join, [read_set(piece, letters) for piece in pieces])
-    text = text.strip()
-    if text == "\\emptyset":
-        return sympy.S.EmptySet
-    if text.startswith("\\{") and closes_at_end(text[1:]):
-        return sympy.FiniteSet(*[read_real(x) for x in split_top_level(text[2:-2], ",;")])
-    if text[:1] in ("(", "[") and closes_at_end(text):
-        members = split_top_level(text[1:-1], ",;")
-        if len(members) == 1 and text[0] == "(":
-            return read_set(text[1:-1], letters)
-        low, high = map(read_real, members)
+    if text[:1] in ("(", "["):
+        low, high = map(read_formula, split_top_level(text[1:-1], ",;"))
         return sympy.Interval(low, high, text[0] == "(", text[-1] == ")")
-    if len(pieces := split_top_level(text, ",")) > 1:
-        return sympy.Intersection(*[read_set(piece, letters) for piece in pieces])
+    if text.startswith("\\{"):
+        return sympy.FiniteSet(*map(read_formula, split_top_level(text[2:-2], ",;")))
     sides, signs = split_relation(text)
-    if signs[:1] == ["\\in"]:
-        return read_set(text.partition("\\in")[2], letters)
-    values, holds = [read_formula(side) for side in sides], []
-    letters |= set().union(*[value.free_symbols for value in values])
-    if not signs or len(letters) != 1:
-        raise ValueError(f"no condition on one letter in {text!r}")
+    values = list(map(read_formula, sides))
+    letters.update(*[value.free_symbols for value in values])
+    (letter,), reals = letters, sympy.S.Reals
     for left, sign, right in zip(values, signs, values[1:], strict=False):
-        holds.append(sympy.solveset(RELATIONS[sign](left, right), *letters, sympy.S.Reals))
-    return sympy.Intersection(*holds)
-
-
-def read_real(text: str) -> sympy.Expr:
-    value = read_formula(strip_wrapping(text)[0])
-    if not value.is_extended_real:
-        raise ValueError(f"{text!r} is no real number")
-    return value
+        reals &= sympy.solveset(sympy.Rel(left, right, NAMES_OF_SIGNS[sign]), letter, sympy.S.Reals)
+    return reals
 
 
 def same_functions(a: sympy.Expr, b: sympy.Expr) -> bool:
@@ -219,10 +191,8 @@ def same_functions(a: sympy.Expr, b: sympy.Expr) -> bool:
             if compared == wanted:
                 break
     if compared:
-        steps = sympy.floor, sympy.ceiling
-        wholes = [{s: sympy.floor(x) for s, x in point.items()} for point in
-                  itertools.islice(draw_points(symbols, signed=True), POINTS_COMPARED)]
-        return not (a - b).has(*steps) or all(a.xreplace(point) == b.xreplace(point) for point in wholes)
+        wholes = [(x.subs(dict.fromkeys(symbols, n)) for x in (a, b)) for n in (60, 61)]
+        return not (a - b).has(sympy.floor) or all(nearly_equal(*values) for values in wholes)
     complex_points = itertools.islice(draw_points(symbols, signed=False), POINTS_COMPARED)
     return all(nearly_equal(value_at(a, point), value_at(b, point)) for point in complex_points)
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 
 from verify.number import LONGEST, THOUSANDS, number, same_numbers
-from verify.spelling import UNITS, normalise, read_unit, without_unit
+from verify.spelling import normalise, read_unit, without_unit
 
 DEEPEST = 20      # brackets within brackets
 LONGEST_LIST = 40      # members of a list that are compared one by one
@@ -46,9 +46,12 @@ MATRIX = re.compile(r"[\[(]*\\begin\{(?:[pbB]?(?:small)?matrix|array)\}(?:\{[lcr
                     r"\\end\{[a-zA-Z]+\}[\])]*")
 TRANSPOSED = re.compile(r"(.*)\^\{?\\?(?:[Tt]|top|intercal)\}?")
 BASED = re.compile(r"([-+]?(?:[0-9A-Z]+|(?=[a-f]*\d)[0-9a-f]+))_\{?(\d+)\}?")
-TEXT = re.compile(r'"\s*([A-Za-z][A-Za-z .\'-]+[A-Za-z.])\s*"')
-POINT = re.compile(r"\\?[A-Z](?:_\d|')?(?=\(.*\))")
+# A text in quotes whose case means nothing; in a prefix of a unit it does.
+TEXT = re.compile(r'" *(?![mM](?:Pa|eV|Hz) *")[A-Za-z][A-Za-z .\'-]+[A-Za-z.] *"')
+POINT = re.compile(r"\\?[A-Z](?:_\d|')?(?=\(.*,.*\)$)")
+# May be a set of real numbers: a condition, a union, an interval. JOINED: it is no tuple.
 SET = re.compile(r"[<>≤≥≠]|[\[(].*,.*[\])]|\\(?:cup|setminus|emptyset)(?![a-z])")
+JOINED = re.compile(r"[<>≤≥≠∪∨]|\\cup(?![a-z])")
 CHOICE = re.compile(r'"?\s*\(?([A-Z])[).:]\s*"?\s*([^\s∧∨,].*)')
 RADIANS = ("radian", "radians", "rad")
 WORDS = re.compile(r"(?i:yes|no)|(?=.*[A-Za-z]{4})(?:[A-Za-z .,']|(?<=[a-z])-(?=[a-z]{2}))+|"
@@ -72,10 +75,10 @@ def closes_at_end(x: str) -> bool:
     return 0 in (depth := depths(x)) and depth.index(0) == len(x) - 1
 
 
-def split_top_level(x: str, at: str) -> list[str]:
-    """Split at these characters, but not inside brackets or environments, and drop empty pieces."""
+def split_top_level(x: str, at: str | tuple[str, ...]) -> list[str]:
+    """Split at these characters or commands, but not inside brackets or environments, and drop empty pieces."""
     pieces, depth = [""], 0
-    for token in re.findall(r"\\begin|\\end|.", x, re.DOTALL):
+    for token in re.findall(r"\\[a-zA-Z]+|.", x, re.DOTALL):
         depth = max(0, depth + (token in OPENING) - (token in CLOSING))
         if token in at and depth == 0:
             pieces.append("")
@@ -237,14 +240,9 @@ def answers_equal(gold: str, answer: str, compare: Compare) -> bool:
     if max(len(gold), len(answer)) <= LONGEST:
         spellings = normalise(gold), normalise(answer)
         if all(map(is_short, spellings)):
-            reals = all(map(may_be_set, spellings)) and any(re.search("[<>≤≥≠∪∨]|\\\\cup", x) for x in spellings)
-            return same_answers(*spellings, compare) or reals and compare(*spellings)
+            sets = all(map(SET.search, spellings)) and JOINED.search(" ".join(spellings))
+            return same_answers(*spellings, compare) or bool(sets) and compare(*spellings)
     return strip_spaces(gold) == strip_spaces(answer)
-
-
-def may_be_set(x: str) -> bool:
-    """Tell whether a text may be a set of real numbers: an interval, a condition, or a union."""
-    return bool(SET.search(x))
 
 
 def strip_spaces(x: str) -> str:
@@ -253,8 +251,7 @@ def strip_spaces(x: str) -> str:
 
 def same_answers(gold: str, answer: str, compare: Compare, labelled: bool = True) -> bool:
     """Compare two normalised answers. `labelled`: one may be a choice with its letter, (B) 42."""
-    texts = [text[1] for text in map(TEXT.fullmatch, (gold, answer)) if text]
-    if texts and not {*texts} & {*UNITS} and gold.strip('" ').lower() == answer.strip('" ').lower():
+    if any(map(TEXT.fullmatch, (gold, answer))) and gold.strip('" ').lower() == answer.strip('" ').lower():
         return True
     gold, answer = intersect_conditions(gold), intersect_conditions(answer)
     gold_items, answer_items = list_members(gold), list_members(answer)
@@ -399,13 +396,13 @@ def same_values(gold: str, answer: str, compare: Compare) -> bool:
         return words[0] is not None and words[0] == words[1]
     gold_kind, gold_members = take_apart(gold, answer)
     answer_kind, answer_members = take_apart(answer, gold)
-    for one, kind, members in ((gold, answer_kind, answer_members), (answer, gold_kind, gold_members)):
-        if kind in ("()", "matrix [1, 1]", "matrix [1, 1, 1]") and one[:1] not in "([":
+    for one, kind, other, members in ((gold, gold_kind, answer, answer_members),
+                                      (answer, answer_kind, gold, gold_members)):
+        if not kind and other[0] in "(\\" and len(members) in (2, 3):
             if name := POINT.match(one):
-                return same_values(one[name.end():], ",".join(members).join("()"), compare)
-            if re.search("[ij](?![a-z])", one) and len(members) in (2, 3):
-                units = "+".join(f"({member}){unit}" for member, unit in zip(members, "ijk", strict=False))
-                return compare(one, units)
+                return same_values(one[name.end():], other, compare)
+            if re.search("[jk]", one):  # unit vectors
+                return compare(one, "+".join(map("({}){}".format, members, "ijk")))
     if gold_kind == answer_kind != "":
         return same_in_order(gold_members, answer_members, compare)
     if "\\begin" in gold and "\\begin" in answer:

@@ -30,7 +30,6 @@ SIGNS = {name: sign + " " * sign[1:].isalpha() for *names, sign in map(str.split
     le leq leqslant ≤, ge geq geqslant ≥, lt <, gt >, ne neq ≠, langle (, rangle ), lbrace \{, rbrace \},
     backslash smallsetminus \setminus, colon :,
     ldots cdots dots \ldots, mid vert lvert rvert |, times ast \cdot, div /""".split(",")) for name in names}
-BOUNDS = {"at most": "≤", "at least": "≥", "less than": "<", "greater than": ">", "more than": ">"}
 NUMERALS, FACTORS, CURRENCIES = (dict(map(str.split, text.split(","))) for text in (
     "two 2, three 3, four 4, five 5, six 6, seven 7, eight 8, nine 9, ten 10",
     "dozen 12, hundred 100, thousand 1000, million 10^{6}, billion 10^{9}, trillion 10^{12}",
@@ -298,8 +297,7 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
      lambda m: rf"\overline{{{m[1] or m[2]}}}", r"0.\bar3", r"0.\overline{3}"),  # repeating decimals
     (r"(\d)\.(?![\d.]|\\overline)", r"\1", "5.", "5"),  # a point behind an integer
     # a bound in words
-    (r'\s*"?\s*\bis (at most|at least|less than|greater than|more than)\b\s*"?\s*', lambda m: BOUNDS[m[1]],
-     "n is at most 5", "n≤5"),
+    (r'\s*"?\s*\bis (?:(at most)|at least)\b\s*"?\s*', lambda m: "≤" if m[1] else "≥", "n is at most 5", "n≤5"),
     (r'(\d)\s*"?\s*to\s*"?\s*(\d)', r"\1:\2", "2 to 3", "2:3"),  # a ratio in words
     (r'(?i:(\d)(\s*"?\s*)([ap])\.?\s?m\b\.?)', lambda m: f"{m[1]}{m[2]}{m[3].lower()}m",
      "4:30 P.M.", "4:30 pm"),  # half of the day
