@@ -31,9 +31,11 @@ SPELLED = NormalizationConfig(
 LITERAL = ConversionConfig(lowercase_symbols=False, interpret_as_mixed_fractions=False)
 CLOSED = re.compile(r"(\\(?:ln|log|lg|exp|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?)(?:[_^](?:\{[^{}]*\}|\w))*) ?"
                     r"((?:\w|\\(?!cdot|frac)[a-z]+ ?)+)(?= ?(?:\\cdot|/))")  # an argument without brackets
+COMPUTED = sympy.Integral, sympy.Limit, sympy.Sum, sympy.Product, sympy.UnevaluatedExpr
 NAMES_OF_SIGNS = dict(zip("=≠<≤>≥", ("==", "!=", "<", "<=", ">", ">="), strict=True))  # sympy's
 # What joins sets, that which binds least first.
-JOINS = {("\\cup", "∪", "∨"): sympy.Union, ("\\cap", "∧", ","): sympy.Intersection, ("\\setminus",): sympy.Complement}
+JOINS = {("\\cup", "∪", "∨"): sympy.Union, ("\\cap", "∧", ","): sympy.Intersection,
+         ("\\setminus",): sympy.Complement}
 DIGITS, POINTS_COMPARED, POINTS_TRIED = 50, 6, 40
 TOLERANCE = sympy.Float(10, DIGITS) ** -40  # tells e^{64} + x from e^{64} - x
 POINT_SIZES = (sympy.Rational(1, 10), 1, 3, 10, 30, 100)  # small and large, to tell |x - 6| from 6 - x
@@ -63,14 +65,15 @@ def parse_latex(text: str) -> sympy.Basic:
     text = re.sub(r"(?<![A-Za-z\\])E(?![A-Za-z])", r"\\Xi ", text)  # an energy; E alone is not read
     text = re.sub(r"(?<![\w}^])(\d+)\(", r"\1\\cdot(", text)  # 3(1/2) is read as a mixed number
     read = latex2sympy(text, normalization_config=SPELLED, conversion_config=LITERAL)
-    if not isinstance(read, sympy.Basic | sympy.MatrixBase):
+    letters = re.search(r"(?:gcd|lcm)\W[^)]*[a-z]", text)  # read as polynomials
+    if letters or not isinstance(read, sympy.Basic | sympy.MatrixBase):
         raise ValueError(f"nothing to read in {text!r}")
     # The parser takes i for a letter, and decimals for binary fractions.
     imaginary = {s: sympy.I for s in read.free_symbols if s.name == "i"}
     decimals = {x: sympy.Rational(str(x)) for x in read.atoms(sympy.Float)}
     powers = {x: x.base**x.exp for x in read.atoms(sympy.Pow) if isinstance(x.base, sympy.MatrixBase)}
     read = read.xreplace(imaginary | decimals | powers)
-    return read.doit() if read.has(sympy.Integral, sympy.Limit, sympy.Sum, sympy.Product) else read
+    return read.doit() if read.has(*COMPUTED) else read
 
 
 def draw_points(symbols: list[sympy.Symbol], signed: bool) -> Iterator[dict[sympy.Symbol, sympy.Rational]]:
@@ -131,15 +134,15 @@ def compare_expressions(gold: str, answer: str) -> bool:
 
 
 def rename_free_letter(gold: sympy.Expr, answer: sympy.Expr) -> sympy.Expr:
-    r"""Name the whole number of a family, \pi/4 + k\pi, or the constant of an integral, as the gold answer does."""
+    r"""Name the integer of a family, \pi/4 + k\pi, or the constant of an integral as the gold answer does."""
     new, old = gold.free_symbols - answer.free_symbols, answer.free_symbols - gold.free_symbols
     if not (new and old):
         return answer
     slope = gold.diff(*new)
     names = " ".join(map(str, (*new, *old, *gold.free_symbols & answer.free_symbols)))
-    family = re.fullmatch("[k-n] [k-n]", names) and ((slope / sympy.pi).is_Rational or (slope / 180).is_Integer)
-    constant = re.fullmatch("(C c|c C)( [s-z])*", names) and (slope == 1 or slope.has(sympy.exp))
-    return answer.xreplace(dict(zip(old, new, strict=False))) if family or constant else answer
+    periodic, additive = (slope / sympy.pi).is_Rational or (slope / 180).is_Integer, slope == 1
+    free = periodic and "[k-n] [k-n]" or (additive or slope.has(sympy.exp)) and "(C c|c C)( [s-z])*"
+    return answer.xreplace(dict(zip(old, new, strict=False))) if re.fullmatch(free or "", names) else answer
 
 
 def read_set(text: str, letters: set) -> sympy.Set:
@@ -159,9 +162,9 @@ def read_set(text: str, letters: set) -> sympy.Set:
     sides, signs = split_relation(text)
     values = list(map(read_formula, sides))
     letters.update(*[value.free_symbols for value in values])
-    (letter,), reals = letters, sympy.S.Reals
+    reals = sympy.S.Reals
     for left, sign, right in zip(values, signs, values[1:], strict=False):
-        reals &= sympy.solveset(sympy.Rel(left, right, NAMES_OF_SIGNS[sign]), letter, sympy.S.Reals)
+        reals &= sympy.solveset(sympy.Rel(left, right, NAMES_OF_SIGNS[sign]), *letters, sympy.S.Reals)
     return reals
 
 
@@ -191,8 +194,8 @@ def same_functions(a: sympy.Expr, b: sympy.Expr) -> bool:
             if compared == wanted:
                 break
     if compared:
-        wholes = [(x.subs(dict.fromkeys(symbols, n)) for x in (a, b)) for n in (60, 61)]
-        return not (a - b).has(sympy.floor) or all(nearly_equal(*values) for values in wholes)
+        wholes = [[side.subs(dict.fromkeys(symbols, n)) for n in (60, 61)] for side in (a, b)]
+        return not (a - b).has(sympy.floor) or all(map(nearly_equal, *wholes))
     complex_points = itertools.islice(draw_points(symbols, signed=False), POINTS_COMPARED)
     return all(nearly_equal(value_at(a, point), value_at(b, point)) for point in complex_points)
 

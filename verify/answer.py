@@ -48,10 +48,10 @@ TRANSPOSED = re.compile(r"(.*)\^\{?\\?(?:[Tt]|top|intercal)\}?")
 BASED = re.compile(r"([-+]?(?:[0-9A-Z]+|(?=[a-f]*\d)[0-9a-f]+))_\{?(\d+)\}?")
 # A text in quotes whose case means nothing; in a prefix of a unit it does.
 TEXT = re.compile(r'" *(?![mM](?:Pa|eV|Hz) *")[A-Za-z][A-Za-z .\'-]+[A-Za-z.] *"')
-POINT = re.compile(r"\\?[A-Z](?:_\d|')?(?=\(.*,.*\)$)")
 # May be a set of real numbers: a condition, a union, an interval. JOINED: it is no tuple.
 SET = re.compile(r"[<>≤≥≠]|[\[(].*,.*[\])]|\\(?:cup|setminus|emptyset)(?![a-z])")
-JOINED = re.compile(r"[<>≤≥≠∪∨]|\\cup(?![a-z])")
+JOINED = re.compile(r"[<>≤≥≠∪∨]|\\c[au]p(?![a-z])")
+UNION = re.compile(r"[∪∨]|\\cup(?![a-z])")
 CHOICE = re.compile(r'"?\s*\(?([A-Z])[).:]\s*"?\s*([^\s∧∨,].*)')
 RADIANS = ("radian", "radians", "rad")
 WORDS = re.compile(r"(?i:yes|no)|(?=.*[A-Za-z]{4})(?:[A-Za-z .,']|(?<=[a-z])-(?=[a-z]{2}))+|"
@@ -76,7 +76,7 @@ def closes_at_end(x: str) -> bool:
 
 
 def split_top_level(x: str, at: str | tuple[str, ...]) -> list[str]:
-    """Split at these characters or commands, but not inside brackets or environments, and drop empty pieces."""
+    """Split at these signs or commands, but not inside brackets or environments, and drop empty pieces."""
     pieces, depth = [""], 0
     for token in re.findall(r"\\[a-zA-Z]+|.", x, re.DOTALL):
         depth = max(0, depth + (token in OPENING) - (token in CLOSING))
@@ -186,16 +186,6 @@ def turn_ascending(values: list[str], signs: list[str]) -> tuple[list[str], list
     return values, signs
 
 
-def intersect_conditions(x: str) -> str:
-    """Write two inequalities for one letter, joined by "and", as one interval; keep anything else."""
-    intervals = [to_interval(strip_wrapping(condition)[0]) for condition in split_top_level(x, "∧,")]
-    if len(intervals) == 2 and all(intervals):
-        low, high = sorted(intervals, key=lambda i: i.startswith("(-\\infty"))
-        if low.endswith("\\infty)") and high.startswith("(-\\infty,"):
-            return low.removesuffix("\\infty)") + high.removeprefix("(-\\infty,")
-    return x
-
-
 def list_rows(x: str, upright: bool) -> list[list[str]]:
     """List the rows of a matrix in TeX or of a list of lists; no rows for anything else.
 
@@ -253,7 +243,6 @@ def same_answers(gold: str, answer: str, compare: Compare, labelled: bool = True
     """Compare two normalised answers. `labelled`: one may be a choice with its letter, (B) 42."""
     if any(map(TEXT.fullmatch, (gold, answer))) and gold.strip('" ').lower() == answer.strip('" ').lower():
         return True
-    gold, answer = intersect_conditions(gold), intersect_conditions(answer)
     gold_items, answer_items = list_members(gold), list_members(answer)
     if len(gold_items) == len(answer_items) == 1:
         exact, _, rounded = answer_items[0].rpartition("\\approx")
@@ -272,7 +261,10 @@ def same_answers(gold: str, answer: str, compare: Compare, labelled: bool = True
     if not gold_items or not answer_items or gold == answer:
         return bool(gold_items and answer_items)
     if len(gold_items) > 1 or len(answer_items) > 1:
-        if same_lists(gold_items, answer_items, compare):
+        shapes = {(len(list_members(x)), bool(UNION.search(x))) for x in (gold, answer)}
+        # Conditions that hold together are no list of sets, and none of conditions of which one holds.
+        as_sets = len(shapes) > 1 and re.search("[<>≤≥]", gold + answer)
+        if not as_sets and same_lists(gold_items, answer_items, compare):
             return True
         if not (SET_SIGNS.search(gold) and SET_SIGNS.search(answer)):
             return False
@@ -396,13 +388,6 @@ def same_values(gold: str, answer: str, compare: Compare) -> bool:
         return words[0] is not None and words[0] == words[1]
     gold_kind, gold_members = take_apart(gold, answer)
     answer_kind, answer_members = take_apart(answer, gold)
-    for one, kind, other, members in ((gold, gold_kind, answer, answer_members),
-                                      (answer, answer_kind, gold, gold_members)):
-        if not kind and other[0] in "(\\" and len(members) in (2, 3):
-            if name := POINT.match(one):
-                return same_values(one[name.end():], other, compare)
-            if re.search("[jk]", one):  # unit vectors
-                return compare(one, "+".join(map("({}){}".format, members, "ijk")))
     if gold_kind == answer_kind != "":
         return same_in_order(gold_members, answer_members, compare)
     if "\\begin" in gold and "\\begin" in answer:
@@ -410,6 +395,9 @@ def same_values(gold: str, answer: str, compare: Compare) -> bool:
     if gold_kind.startswith("base") and not answer_kind:  # the question has named the base
         return gold_members[0] == answer
     if gold_kind or answer_kind:
+        one, members = (answer, gold_members) if gold_kind else (gold, answer_members)
+        if re.match("[(m]", gold_kind + answer_kind) and re.search("[jk]", one):  # unit vectors
+            return compare(one, "+".join(map("({}){}".format, members, "ijk")))
         return bool(SET_SIGNS.search(gold) and SET_SIGNS.search(answer)) and compare(gold, answer)
     return compare(gold_members[0], answer_members[0])
 

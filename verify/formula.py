@@ -29,7 +29,6 @@ FUNCTIONS: dict[str, Callable] = {f"\\{name}": getattr(sympy, name) for name in 
     f"\\arc{name}": INVERSES[f"\\{name}"] for name in NAMES} | {
     "\\ln": sympy.log, "\\log": lambda x, base=10: sympy.log(x, base), "\\lg": lambda x: sympy.log(x, 10),
     "\\cis": lambda x: sympy.exp(sympy.I * x)}
-DIVISORS = {"\\gcd": sympy.gcd, "\\lcm": sympy.lcm}  # of whole numbers
 SERIES = {"\\sum": sympy.Sum, "\\prod": sympy.Product}
 BRACKET_PAIRS = {"(": ")", "[": "]", "{": "}", "|": "|", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 AROUND: dict[str, Callable] = {"|": sympy.Abs, "\\lfloor": sympy.floor, "\\lceil": sympy.ceiling}
@@ -135,15 +134,6 @@ class Reader:
             return AROUND.get(token, lambda x: x)(self.group(token))
         if token in FUNCTIONS:
             return self.function(token)
-        if token in DIVISORS:
-            self.take("(")
-            values = [self.sum()]
-            while self.token == "," and self.take():
-                values.append(self.sum())
-            self.take(")")
-            if not all(value.is_Integer for value in values):
-                raise Unread(f"{token} of letters or fractions")
-            return DIVISORS[token](values)
         if token in SERIES:
             return self.series(SERIES[token])
         if token in CONSTANTS and self.token != "_" and token not in self.indices:

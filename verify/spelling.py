@@ -16,7 +16,7 @@ COMMANDS = r"""
     º ^\circ, ˚ ^\circ, ∛ \sqrt[3], ∜ \sqrt[4], ∓ \mp, ⌊ \lfloor, ⌋ \rfloor, ⌈ \lceil, ⌉ \rceil, ∑ \sum,
     ∏ \prod, ∫ \int, ∠ \angle, △ \triangle, ∣ |, ∶ :, ∕ /, Ø \emptyset, ⌀ \emptyset, ⋯ \ldots, ∆ \Delta,
     ℤ \mathbb{Z}, ℕ \mathbb{N}, ℚ \mathbb{Q}, ℂ \mathbb{C}, Å angstrom, Å angstrom,
-    α \alpha, β \beta, γ \gamma, δ \delta, ε \epsilon, ζ \zeta, η \eta, θ \theta, κ \kappa, λ \lambda,
+    α \alpha, β \beta, γ \gamma, δ \delta, ε \epsilon, ζ \zeta, η \eta, θ \theta, κ \kappa, λ \lambda, μ \mu,
     ν \nu, ξ \xi, ρ \rho, σ \sigma, τ \tau, φ \phi, χ \chi, ψ \psi, ω \omega, Γ \Gamma, Δ \Delta,
     Θ \Theta, Λ \Lambda, Ξ \Xi, Σ \Sigma, Φ \Phi, Ψ \Psi, Ω \Omega, Ω \Omega"""
 CHARACTERS = str.maketrans({
@@ -52,7 +52,7 @@ SYNONYMS = """
     N newton newtons = kg m s^-2, kN = kilo N, mN = milli N,
     J joule joules = kg m^2 s^-2, kJ = kilo J, MJ = mega J,
     W watt watts = kg m^2 s^-3, mW = milli W, kW kilowatt kilowatts = kilo W, MW = mega W, GW = giga W,
-    Pa pascal pascals = kg m^-1 s^-2, hPa = hecto Pa, kPa = kilo Pa, MPa = mega Pa,
+    Pa pascal pascals = kg m^-1 s^-2, hPa = hecto Pa, kPa = kilo Pa, MPa = mega Pa, mPa = milli Pa,
     V volt volts = kg m^2 s^-3 A^-1, mV = milli V, kV = kilo V, ohm ohms = kg m^2 s^-3 A^-2, kohm = kilo ohm,
     nano, micro, milli, centi, deci, hecto, kilo, mega, giga
 """
@@ -73,7 +73,7 @@ ABOUT_SIGN = (r"(?:\\(?:(?:thick)?approx|approxeq|simeq|eqsim|(?:fallingdots|ris
               r"[∼≅])|(?<=[a-zA-Z] )~)")
 ARGUMENT = r"\s*(\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\d|\\[a-zA-Z]+|[a-zA-Z])"
 CIRCLE = r"\s*\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})"
-TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|cis)(?![a-z])")
+TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])|\bcis")
 ORDINAL = '"?(?:st|nd|rd|th)"?'
 TWICE = r"(?<!\\)(?:\\\\)+[a-zA-Z(\[{$%]"
 ONCE = r'(?<!\\)(?:\\\\)*\\(?![\\nrt"/])'
@@ -120,8 +120,8 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     (r"\{\s*\\rm\s" + BODY + r"\}|\\rm" + BRACED, r"{\\mathrm{\1\2}}", r"5{\rm cm}", r"5{\mathrm{cm}}"),
     # an equals sign at the start, boxes, sizes and fonts without an argument, colours, tags, alignments
     (macro("boxed|fbox|displaystyle|textstyle|limits|bf|rm|small|large|Large|LARGE|huge|Huge|checkmark|"
-           "therefore|underline|hfill|centering|noindent") + r"|^(?:[\s=]|\\#)+|\\? ?$|"
-     r"\\(?:text)?color\{[^{}]*\}|\\tag\{[^{}]*\}|(?<=matrix)\*(?=\})|(?<=matrix\*\})\[[lcr]\]", "", r"=\displaystyle 5\tag{1}", " 5"),
+           "therefore|underline|hfill|noindent") + r"|^(?:[\s=]|\\#)+|\\? ?$|\\(?:text)?color\{[^{}]*\}|"
+     r"\\tag\{[^{}]*\}|(?<=matrix)\*(?=\})|(?<=matrix\*\})\[[lcr]\]", "", r"=\displaystyle 5\tag{1}", " 5"),
     # Money and delimiters of formulas:
     # a currency's sign
     (r"^\\?([\$£€¥₹])\s*([\d.,]+)$", lambda m: f'{m[2]} "{CURRENCIES[m[1]]}"', r"\$5", '5 "dollars"'),
@@ -145,20 +145,20 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     # an upright fraction
     (r"\\(mathrm|text)\s*\{\s*\\frac" + BRACED + BRACED + r"\s*\}",
      r"\\frac{\\\1{\2}}{\\\1{\3}}", r"\mathrm{\frac{m}{s}}", r"\frac{\mathrm{m}}{\mathrm{s}}"),
+    # functions that TeX lacks
+    (r"\\(?:operatorname|mathrm|text)\s*\{\s*(cis|lcm|gcd)\s*\}", r"\\\1 ", r"\text{cis}x", r"\cis x"),
     # texts, upright words
     (r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mbox|hbox|emph)" + BRACED +
      r"|\\mathrm\s*\{((?![eid]\})(?:[^{}\\]|\{[^{}]*\}|\\(?:cdot|times|mu|Omega|[,:;! ]))*)\}",
      r'"\1\2"', r"5 \mathrm{cm} \text{east}", '5 "cm" "east"'),
     (r"\\(?:mathrm|mathbf|mathit|mathsf|boldsymbol|bm|operatorname|mathcal)\s*\{([^{}]*)\}", r"\1",
      r"\mathbf{v}", "v"),  # fonts
-    (r"\\begin\{cases\}(.*)\\end\{cases\}", lambda m: m[1].replace("\\\\", ","),
-     r"\begin{cases}x=1\\y=2\end{cases}", "x=1,y=2"),  # cases
-    # aligned lines
-    (r"\\begin\{((?:align|gather|equation|split|eqnarray)(?:ed)?\*?)\}(.*)\\end\{\1\}",
-     lambda m: re.sub(r"\\\\(?!\s*&?\s*=)", ",", m[2]).replace("&", "").replace("\\\\", ""),
-     r"\begin{align*}x&=1+4\\&=5\end{align*}", "x=1+4=5"),
+    # signs of alignment, the line before that goes on; cases and lines
+    (r"(?:\\\\\s*)?&\s*(?==)|(?<==)&", "", r"x&=1+1\\&=2", "x=1+1=2"),
+    (r"\\begin\{((?:cases|align|gather|equation|split)(?:ed)?\*?)\}(.*)\\end\{\1\}",
+     lambda m: m[2].replace("\\\\", ","), r"\begin{cases}x=1\\y=2\end{cases}", "x=1,y=2"),
     # integers that an index runs over, a condition in words
-    (r"\s*(?:,|\(|\\q?quad|\\mid|\||:)\s*[a-zA-Z]\s*\\in\s*\\mathbb\s*\{?[ZN]\}?(?:\)|\s*(\\\}))?\s*$|"
+    (r"[\s\\]*(?:,|\(|\\q?quad|\\mid|\||:)\s*[a-zA-Z]\s*\\in\s*\\mathbb\s*\{?[ZN]\}?(?:\)|\s*(\\\}))?\s*$|"
      r'(?<=\S)\s*,?\s*"\s*(?:for (?:all|every|each|any|some|integers?)\b|for\s*"|'
      r'(?:where|only|because|since)\b)[^;]*$', r"\1", r"2k\pi, k \in \mathbb{Z}", r"2k\pi"),
     (r"\\mathbb\s*\{?R\}?\s*\^\s*(?:\+|\{\s*\+\s*\})", r"(0,\\infty)", r"\mathbb{R}^+", r"(0,\infty)"),
@@ -170,11 +170,10 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     # Letters with marks, rows of matrices:
     # unit vectors
     (r"\\(?:hat|vec)\s*\{?\\?([ijk])(?:math)?(?![a-zA-Z])\s*\}?", r" \1", r"3\hat{\imath}", "3 i"),
-    # names of segments, triangles and angles
+    # names of segments, triangles and points
     (r"^\\overline\s*\{([A-Z]{2})\}(?=\s*=)", r"\1", r"\overline{AB}=5", "AB=5"),
     (r"^\\triangle\s*([A-Z]{3})$", r'"triangle \1"', r"\triangle ABC", '"triangle ABC"'),
-    (r"^\\angle\s*([A-Z])([A-Z])([A-Z])$", lambda m: f'"angle {min(m[1], m[3])}{m[2]}{max(m[1], m[3])}"',
-     r"\angle CBA", '"angle ABC"'),
+    (r"^([A-Z])\s*(?=\([^()=<>]*,[^()=<>]*\)$)", r"\1=", "P(2,3)", "P=(2,3)"),
     (r"^(?!.*\\pm)(.*)\\mp(?![a-z])", r"\1\\pm", r"2\mp 1", r"2\pm 1"),  # signs that no other goes with
     (r"([A-Za-z])(?:\^\s*\{?\s*\\prime\s*\}?|')", r"\1_{p}", "x'", "x_{p}"),  # primes
     (r"_\{\\([a-z]+)\s*\}", r"_{\1}", r"x_{\alpha}", "x_{alpha}"),  # Greek indices
@@ -201,7 +200,7 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     (r'\s*"?\s*\(?\bbase\s*"?\s*(\w+)\)?"?', r"_{\1}", "43 base 5", "43_{5}"),  # a base in words
     # a base's name
     (r'_\{"?(' + "|".join(NUMERALS) + r')"?\}', lambda m: f"_{{{NUMERALS[m[1]]}}}", "43_{five}", "43_{5}"),
-    (r"(\d+)⁄(\d+)", r"\\frac{\1}{\2}", "3⁄8", r"\frac{3}{8}"),  # a fraction of one character
+    (r"(?<![\\\w])(\w+)⁄(\w+)", r"\\frac{\1}{\2}", "3⁄8", r"\frac{3}{8}"),  # a fraction of one character
     # Units that are signs:
     # units in Chinese, Japanese and Korean, but for words that change a value
     (r'(?<=[\d)}]) ?"? ?(?![^"]*(?:分之|[十百万萬億亿兆半不非无負负]|千(?![米克瓦])))'
@@ -212,8 +211,8 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     # degrees within a formula, percent
     (CIRCLE + "|" + macro("degree|deg") + r"|\\?%|(?i:\b(?:percent|per cent|pct|percentage points?)\b)", "",
      r"60^\circ, 30\%", "60, 30"),
-    (r'"?\\mu\s*"?(\w+)"', r'"u\1"', r'5\mu "m"', '5"um"'),  # micro
-    (r'"(\w?)\\Omega\s*"|\\Omega\s*(?=$|(?:\\cdot|/) ?")', r'"\1ohm"', r"5\Omega", '5"ohm"'),  # ohm
+    (r'"?\s*\\mu\s*"?(\w+)"|(?<=\d) ?\\mu (m|s|g|L|A|mol)$', r'"u\1\2"', r'5\mu "m"', '5"um"'),  # micro
+    (r'"\s*(\w?)\\Omega\s*"|\\Omega\s*(?=$|(?:\\cdot|/) ?")', r'"\1ohm"', r"5\Omega", '5"ohm"'),  # ohm
     (r'^([\s{"]*\d+)\s*(?:\^\s*)?(?:\{\s*' + ORDINAL + r"\s*\}|" + ORDINAL + r')(?=[\s.}]*(?:$|"| [a-z]{4}))',
      r"\1", "15th", "15"),  # ordinals
     # Relations, operators, sets:
@@ -237,10 +236,9 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     # one word for what is not there
     (r'^"?\s*(?i:dne|(?:it |the limit )?do(?:es)?(?: not|n\'t) exist)\.?\s*"?$', '"does not exist"', "DNE",
      '"does not exist"'),
-    (r'^"?\s*(?i:none of (?:them|these|those|the above))\.?\s*"?$', '"none"', "none of these", '"none"'),
-    # yes and no with a reason
-    (r'^"?(?i:(yes)\b(?!.*\b(?:no|not|but|if|only|unless)\b)|(no)\b(?!.*\b(?:yes|but|if|only|unless)\b)),[^\d\\,]*$',
-     r'"\1\2"', "Yes, it is", '"Yes"'),
+    # yes, no and none with more words
+    (r'^"?(?i:(yes)\b(?!.*\b(?:no|not|but|if|only|unless)\b),[^\d\\,]*|(no)\b(?!.*\b(?:yes|but|if|only|unless)\b),'
+     r'[^\d\\,]*|(none) of (?:them|these|those|the above)\.?"?)$', r'"\1\2\3"', "Yes, it is", '"Yes"'),
     # x before a power of ten
     (r"(?<=\d) ?x ?(?=10\s*\^)|\*", r"\\cdot ", "2*3 x 10^8", r"2\cdot 3\cdot 10^8"),
     (r"\\not\s*\\in(?![a-z])", r"\\notin ", r"x \not\in A", r"x \notin  A"),  # no member
@@ -271,8 +269,8 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     (r'(?<![a-zA-Z])"?(?:[a-zA-Z]*[mM]atrix|array|tensor|[vV]ector)"?\s*\((\[.*\])\)', r"\1",
      "Matrix([[1], [2]])", "[[1], [2]]"),  # a matrix of a program
     (r"(?i:\binfinity\b|\binf\b)|\boo\b", r"\\infty ", "oo", r"\infty "),  # infinity
-    (r'(?<![\\a-zA-Z])(")?(sqrt|pi|sin|cos|tan|arcsin|arccos|arctan|ln|log|exp|cis|gcd|lcm)(?(1)")'
-     "(?![a-zA-Z])", r"\\\2", "sin x", r"\sin x"),  # functions without a backslash
+    (r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|arcsin|arccos|arctan|ln|log|exp|cis|gcd|lcm)(?![a-zA-Z])", r"\\\1",
+     "sin x", r"\sin x"),  # functions without a backslash
     # a root in brackets or without braces
     (r"\\sqrt(\[[^\]]*\])?\s*(?:\(([^()]*)\)|(\d+|\\frac(?:\s*(?:\{[^{}]*\}|\d)){2}|\\[a-z]+|[a-zA-Z]))",
      r"\\sqrt\1{\2\3}", r"\sqrt2+\sqrt(3)", r"\sqrt{2}+\sqrt{3}"),
@@ -286,18 +284,15 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     (r'(\d)\s*"?\s*(' + "|".join(FACTORS) + ")(?![a-z])",
      lambda m: rf'{m[1]}\cdot {FACTORS[m[2]]}"', "5 million", r'5\cdot 10^{6}"'),  # a factor in words
     # repeating decimals by marks on digits, in brackets, by dots
-    (r"(?:\d[\u0304\u0305\u0307])+", lambda m: rf"\overline{{{re.sub(r'[^0-9]', '', m[0])}}}", "3\u0305",
-     r"\overline{3}"),
-    (r"\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?",
-     r"\\overline{\1\2\3}",
-     r"0.\dot{1}4\dot{7}", r"0.\overline{147}"),
-    (r"^([-+]?\d*\.\d*)\((\d+)\)$", r"\1\\overline{\2}", "0.1(6)", r"0.1\overline{6}"),
+    (r"^([-+]?\d*\.\d*)\((\d+)\)$|\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?|"
+     r"(\d)[\u0304\u0305\u0307](?:(\d)[\u0304\u0305\u0307])?(?:(\d)[\u0304\u0305\u0307])?",
+     r"\1\\overline{\2\3\4\5\6\7\8}", "0.1(6)", r"0.1\overline{6}"),
     (r"(\.\d*?)(\d{1,2}?)\2{2,}\s*(?:\.\.\.|\\ldots)", r"\1\\overline{\2}", "0.333...", r"0.\overline{3}"),
     (r"(?<=[\d.])\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))",
      lambda m: rf"\overline{{{m[1] or m[2]}}}", r"0.\bar3", r"0.\overline{3}"),  # repeating decimals
     (r"(\d)\.(?![\d.]|\\overline)", r"\1", "5.", "5"),  # a point behind an integer
     # a bound in words
-    (r'\s*"?\s*\bis (?:(at most)|at least)\b\s*"?\s*', lambda m: "≤" if m[1] else "≥", "n is at most 5", "n≤5"),
+    (r'\s*"?\s*\bis at (m)?(?:ost|least)\b\s*"?\s*', lambda m: "≤" if m[1] else "≥", "n is at most 5", "n≤5"),
     (r'(\d)\s*"?\s*to\s*"?\s*(\d)', r"\1:\2", "2 to 3", "2:3"),  # a ratio in words
     (r'(?i:(\d)(\s*"?\s*)([ap])\.?\s?m\b\.?)', lambda m: f"{m[1]}{m[2]}{m[3].lower()}m",
      "4:30 P.M.", "4:30 pm"),  # half of the day
