@@ -51,7 +51,6 @@ TEXT = re.compile(r'" *(?![mM](?:Pa|eV|Hz) *")[A-Za-z][A-Za-z .\'-]+[A-Za-z.] *"
 # May be a set of real numbers: a condition, a union, an interval. JOINED: it is no tuple.
 SET = re.compile(r"[<>≤≥≠]|[\[(].*,.*[\])]|\\(?:cup|setminus|emptyset)(?![a-z])")
 JOINED = re.compile(r"[<>≤≥≠∪∨]|\\c[au]p(?![a-z])")
-UNION = re.compile(r"[∪∨]|\\cup(?![a-z])")
 CHOICE = re.compile(r'"?\s*\(?([A-Z])[).:]\s*"?\s*([^\s∧∨,].*)')
 RADIANS = ("radian", "radians", "rad")
 WORDS = re.compile(r"(?i:yes|no)|(?=.*[A-Za-z]{4})(?:[A-Za-z .,']|(?<=[a-z])-(?=[a-z]{2}))+|"
@@ -261,7 +260,7 @@ def same_answers(gold: str, answer: str, compare: Compare, labelled: bool = True
     if not gold_items or not answer_items or gold == answer:
         return bool(gold_items and answer_items)
     if len(gold_items) > 1 or len(answer_items) > 1:
-        shapes = {(len(list_members(x)), bool(UNION.search(x))) for x in (gold, answer)}
+        shapes = {(len(list_members(x)), bool(re.search(r"[∪∨]|\\cup", x))) for x in (gold, answer)}
         # Conditions that hold together are no list of sets, and none of conditions of which one holds.
         as_sets = len(shapes) > 1 and re.search("[<>≤≥]", gold + answer)
         if not as_sets and same_lists(gold_items, answer_items, compare):

@@ -125,8 +125,9 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     # Money and delimiters of formulas:
     # a currency's sign
     (r"^\\?([\$£€¥₹])\s*([\d.,]+)$", lambda m: f'{m[2]} "{CURRENCIES[m[1]]}"', r"\$5", '5 "dollars"'),
-    # delimiters of a formula, bold markdown
-    (macro("pounds|euro") + r"|^[\s$]*\*\*|\*\*(?=[\s$]*$)|(?<!\\)\\[()\[\]]|\\?\$|[£€₹¥]", "",
+    # delimiters of a formula, bold markdown, a module of Python, signs of alignment and a line that goes on
+    (macro("pounds|euro") + r"|\b(?:np|numpy|math|sp|sympy|torch)\.(?=[a-zA-Z])|(?:\\\\\s*)?&\s*(?==)|(?<==)&|"
+     r"^[\s$]*\*\*|\*\*(?=[\s$]*$)|(?<!\\)\\[()\[\]]|\\?\$|[£€₹¥]", "",
      "**$x$**", "x"),
     # Sizes and fonts; texts in quotes:
     (r"\*\*", "^", "x**2", "x^2"),  # a power as in Python
@@ -149,12 +150,11 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     (r"\\(?:operatorname|mathrm|text)\s*\{\s*(cis|lcm|gcd)\s*\}", r"\\\1 ", r"\text{cis}x", r"\cis x"),
     # texts, upright words
     (r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mbox|hbox|emph)" + BRACED +
-     r"|\\mathrm\s*\{((?![eid]\})(?:[^{}\\]|\{[^{}]*\}|\\(?:cdot|times|mu|Omega|[,:;! ]))*)\}",
-     r'"\1\2"', r"5 \mathrm{cm} \text{east}", '5 "cm" "east"'),
-    (r"\\(?:mathrm|mathbf|mathit|mathsf|boldsymbol|bm|operatorname|mathcal)\s*\{([^{}]*)\}", r"\1",
-     r"\mathbf{v}", "v"),  # fonts
-    # signs of alignment, the line before that goes on; cases and lines
-    (r"(?:\\\\\s*)?&\s*(?==)|(?<==)&", "", r"x&=1+1\\&=2", "x=1+1=2"),
+     r"|\\mathrm\s*\{((?![eid]\})(?:[^{}\\]|\{[^{}]*\}|\\(?:cdot|times|mu|Omega|[,:;! ]))*)\}|"
+     r"^\\(triangle\s*[A-Z]{3})$", r'"\1\2\3"', r"5 \mathrm{cm} \text{east}", '5 "cm" "east"'),
+    (r"\\(?:mathrm|mathbf|mathit|mathsf|boldsymbol|bm|operatorname|mathcal)\s*\{([^{}]*)\}|^\\overline\s*\{([A-Z]{2})\}(?=\s*=)",
+     r"\1\2", r"\mathbf{v}", "v"),  # fonts, a segment's length
+    # cases and lines
     (r"\\begin\{((?:cases|align|gather|equation|split)(?:ed)?\*?)\}(.*)\\end\{\1\}",
      lambda m: m[2].replace("\\\\", ","), r"\begin{cases}x=1\\y=2\end{cases}", "x=1,y=2"),
     # integers that an index runs over, a condition in words
@@ -170,9 +170,7 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     # Letters with marks, rows of matrices:
     # unit vectors
     (r"\\(?:hat|vec)\s*\{?\\?([ijk])(?:math)?(?![a-zA-Z])\s*\}?", r" \1", r"3\hat{\imath}", "3 i"),
-    # names of segments, triangles and points
-    (r"^\\overline\s*\{([A-Z]{2})\}(?=\s*=)", r"\1", r"\overline{AB}=5", "AB=5"),
-    (r"^\\triangle\s*([A-Z]{3})$", r'"triangle \1"', r"\triangle ABC", '"triangle ABC"'),
+    # a point
     (r"^([A-Z])\s*(?=\([^()=<>]*,[^()=<>]*\)$)", r"\1=", "P(2,3)", "P=(2,3)"),
     (r"^(?!.*\\pm)(.*)\\mp(?![a-z])", r"\1\\pm", r"2\mp 1", r"2\pm 1"),  # signs that no other goes with
     (r"([A-Za-z])(?:\^\s*\{?\s*\\prime\s*\}?|')", r"\1_{p}", "x'", "x_{p}"),  # primes
@@ -265,7 +263,6 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     # a binomial by TeX
     (r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}", r"{3\choose 2}", r"\binom{3}{ 2}"),
     # Spellings of programs and in words:
-    (r"\b(?:np|numpy|math|sp|sympy|torch)\.(?=[a-zA-Z])", "", "math.sqrt(2)", "sqrt(2)"),  # a module
     (r'(?<![a-zA-Z])"?(?:[a-zA-Z]*[mM]atrix|array|tensor|[vV]ector)"?\s*\((\[.*\])\)', r"\1",
      "Matrix([[1], [2]])", "[[1], [2]]"),  # a matrix of a program
     (r"(?i:\binfinity\b|\binf\b)|\boo\b", r"\\infty ", "oo", r"\infty "),  # infinity
