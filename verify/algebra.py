@@ -19,6 +19,7 @@ from latex2sympy2_extended import NormalizationConfig, latex2sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from math_verify import verify
 from sympy.core.evalf import PrecisionExhausted
+from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean
 
 from verify import formula
@@ -140,22 +141,24 @@ def rename_free_letter(gold: sympy.Expr, answer: sympy.Expr) -> sympy.Expr:
     return answer.xreplace(dict(zip(old, new, strict=False))) if re.fullmatch(free or "", names) else answer
 
 
-def read_condition(text: str) -> sympy.Basic:
-    """Parse a set, or conditions that are joined by "or", "and" and commas. Raises as `parse_latex`."""
-    for signs, join in (("∨", sympy.Or), ("∧,", sympy.And)):
+def read_set(text: str, letters: set) -> sympy.Set:
+    """Parse intervals, unions and conditions on one letter as a set of real numbers.
+
+    Adds the letter to `letters`. Raises TypeError for several letters, and what sympy and the parser raise.
+    """
+    for signs, join in (("∨", sympy.Union), ("∧,", sympy.Intersection)):
         if len(pieces := split_top_level(text, signs)) > 1:
-            return join(*map(read_condition, pieces))
-    return parse_latex(strip_wrapping(text)[0].translate(COMMANDS))
+            return join(*[read_set(piece, letters) for piece in pieces])
+    read = parse_latex(strip_wrapping(text)[0].translate(COMMANDS))
+    letters |= read.free_symbols
+    if not isinstance(read, Boolean):
+        return read.doit()
+    return sympy.Intersection(*[sympy.solveset(x, *letters, sympy.S.Reals) for x in read.atoms(Relational)])
 
 
 def same_sets(gold: str, answer: str) -> bool:
-    """Tell whether conditions on one letter, intervals and unions are one set of real numbers, and not empty.
-
-    Raises NotImplementedError for conditions on several letters, and what sympy raises.
-    """
-    read = map(read_condition, (gold, answer))
-    a, b = [x.as_set() if isinstance(x, Boolean) else x.doit() for x in read]
-    return a == b != sympy.S.EmptySet
+    """Tell whether two texts are one set of real numbers, and not empty. Raises as `read_set`."""
+    return read_set(gold, set()) == read_set(answer, set()) != sympy.S.EmptySet
 
 
 def same_functions(a: sympy.Expr, b: sympy.Expr) -> bool:
@@ -230,4 +233,5 @@ def compare_relations(gold: str, answer: str) -> bool:
     return ratio.is_real and gold_sign == (answer_sign if ratio > 0 else FLIPPED[answer_sign])
 
 
-same_sets("|x|<1", "(-1,1)")  # sympy's first solution takes long: before the clock of a call runs
+# The first solutions take long, so they come before the clock of a call runs.
+same_sets(r"|x|<\frac{1}{2}", r"[0,1)\cup(1,\sqrt{2}]")

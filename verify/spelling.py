@@ -125,9 +125,9 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     # Money and delimiters of formulas:
     # a currency's sign
     (r"^\\?([\$£€¥₹])\s*([\d.,]+)$", lambda m: f'{m[2]} "{CURRENCIES[m[1]]}"', r"\$5", '5 "dollars"'),
-    # delimiters of a formula, bold markdown, a module of Python, signs of alignment and a line that goes on
-    (macro("pounds|euro") + r"|\b(?:np|numpy|math|sp|sympy|torch)\.(?=[a-zA-Z])|(?:\\\\\s*)?&\s*(?==)|(?<==)&|"
-     r"^[\s$]*\*\*|\*\*(?=[\s$]*$)|(?<!\\)\\[()\[\]]|\\?\$|[£€₹¥]", "",
+    # delimiters of a formula, bold markdown, a module of Python, alignment and the line before that goes on
+    (macro("pounds|euro") + r"|\b(?:np|numpy|math|sp|sympy|torch)\.(?=[a-zA-Z])|"
+     r"(?:\\\\\s*)?&\s*(?==)|(?<==)&|^[\s$]*\*\*|\*\*(?=[\s$]*$)|(?<!\\)\\[()\[\]]|\\?\$|[£€₹¥]", "",
      "**$x$**", "x"),
     # Sizes and fonts; texts in quotes:
     (r"\*\*", "^", "x**2", "x^2"),  # a power as in Python
@@ -289,7 +289,7 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
      lambda m: rf"\overline{{{m[1] or m[2]}}}", r"0.\bar3", r"0.\overline{3}"),  # repeating decimals
     (r"(\d)\.(?![\d.]|\\overline)", r"\1", "5.", "5"),  # a point behind an integer
     # a bound in words
-    (r'\s*"?\s*\bis at (m)?(?:ost|least)\b\s*"?\s*', lambda m: "≤" if m[1] else "≥", "n is at most 5", "n≤5"),
+    (r' ?"? ?\bis at (m)?(?:ost|least)\b ?"? ?', lambda m: "≤" if m[1] else "≥", "n is at most 5", "n≤5"),
     (r'(\d)\s*"?\s*to\s*"?\s*(\d)', r"\1:\2", "2 to 3", "2:3"),  # a ratio in words
     (r'(?i:(\d)(\s*"?\s*)([ap])\.?\s?m\b\.?)', lambda m: f"{m[1]}{m[2]}{m[3].lower()}m",
      "4:30 P.M.", "4:30 pm"),  # half of the day
