@@ -161,7 +161,6 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     (r"[\s\\]*(?:,|\(|\\q?quad|\\mid|\||:)\s*[a-zA-Z]\s*\\in\s*\\mathbb\s*\{?[ZN]\}?(?:\)|\s*(\\\}))?\s*$|"
      r'(?<=\S)\s*,?\s*"\s*(?:for (?:all|every|each|any|some|integers?)\b|for\s*"|'
      r'(?:where|only|because|since)\b)[^;]*$', r"\1", r"2k\pi, k \in \mathbb{Z}", r"2k\pi"),
-    (r"\\mathbb\s*\{?R\}?\s*\^\s*(?:\+|\{\s*\+\s*\})", r"(0,\\infty)", r"\mathbb{R}^+", r"(0,\infty)"),
     (r"\\mathbb\s*\{?R\}?|" + macro("R") + r"|(?i:\ball real numbers\b)",
      r"(-\\infty,\\infty)", r"\mathbb{R}", r"(-\infty,\infty)"),  # the reals
     # reals but some
@@ -255,11 +254,9 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
      r'\1"modulo \2"', r"x\equiv 3 \pmod 5", ' 3"modulo 5"'),
     (r'\s*(?:\\pmod\s*\{?(\w+)\}?|"?\s*\(\s*\\bmod\s*\{?(\w+)\}?\s*\)"?|"?\s*\bmodulo\s*"?\s*(\w+))\s*$',
      r'"modulo \1\2\3"', r"3 \pmod{5}", '3"modulo 5"'),
-    # choices and arrangements
+    # choices
     (r"(?<![\w}])(?:\{\})?[_^](?:(\w)|\{(\w+)\})\s*C_(?:(\w)|\{(\w+)\})|\b(\d+)C(\d+)\b(?!_)",
      r"\\binom{\1\2\5}{\3\4\6}", "{}_5C_2", r"\binom{5}{2}"),
-    (r"(?<![\w}])(?:\{\})?[_^](?:(\w)|\{(\w+)\})\s*P_(?:(\w)|\{(\w+)\})|\b(\d+)P(\d+)\b(?!_)",
-     r"\\frac{\1\2\5!}{(\1\2\5-\3\4\6)!}", "{}_5P_2", r"\frac{5!}{(5-2)!}"),
     # a binomial by TeX
     (r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}", r"{3\choose 2}", r"\binom{3}{ 2}"),
     # Spellings of programs and in words:
