@@ -392,7 +392,7 @@ def same_values(gold: str, answer: str, compare: Compare) -> bool:
     if "\\begin" in gold and "\\begin" in answer:
         return compare(gold, answer)
     if gold_kind.startswith("base") and not answer_kind:  # the question has named the base
-        return gold_members[0] == answer
+        return gold_members[0] == answer.upper()
     if gold_kind or answer_kind:
         one, members = (answer, gold_members) if gold_kind else (gold, answer_members)
         if re.match("[(m]", gold_kind + answer_kind) and re.search("[jk]", one):  # unit vectors
