@@ -197,7 +197,7 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     (r'\s*"?\s*\(?\bbase\s*"?\s*(\w+)\)?"?', r"_{\1}", "43 base 5", "43_{5}"),  # a base in words
     # a base's name
     (r'_\{"?(' + "|".join(NUMERALS) + r')"?\}', lambda m: f"_{{{NUMERALS[m[1]]}}}", "43_{five}", "43_{5}"),
-    (r"(?<![\\\w])(\w+)⁄(\w+)", r"\\frac{\1}{\2}", "3⁄8", r"\frac{3}{8}"),  # a fraction of one character
+    (r"(\d+|\b[a-z]|\\pi ?)⁄(\d+|[a-z])", r"\\frac{\1}{\2}", "3⁄8", r"\frac{3}{8}"),  # a fraction of one character
     # Units that are signs:
     # units in Chinese, Japanese and Korean, but for words that change a value
     (r'(?<=[\d)}]) ?"? ?(?![^"]*(?:分之|[十百万萬億亿兆半不非无負负]|千(?![米克瓦])))'
