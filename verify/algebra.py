@@ -116,8 +116,9 @@ def compare_expressions(gold: str, answer: str) -> bool:
     """Tell whether two expressions are equal, or two relations up to a factor. Raises as `read_formula`."""
     if SET.search(gold) and SET.search(answer):
         with suppress(Exception):
-            if read_set(gold, set()) == read_set(answer, set()) != sympy.S.EmptySet:
-                return True
+            same = read_set(gold, set()) == read_set(answer, set()) != sympy.S.EmptySet
+            if same or not all(map(RELATION.search, (gold, answer))):
+                return same
     if RELATION.search(gold) and RELATION.search(answer):
         return compare_relations(gold, answer)
     a, b = read_formula(gold), read_formula(answer)

@@ -46,7 +46,7 @@ MATRIX = re.compile(r"[\[(]*\\begin\{(?:[pbB]?(?:small)?matrix|array)\}(?:\{[lcr
                     r"\\end\{[a-zA-Z]+\}[\])]*")
 TRANSPOSED = re.compile(r"(.*)\^\{?\\?(?:[Tt]|top|intercal)\}?")
 BASED = re.compile(r"([-+]?(?:[0-9A-Z]+|(?=[a-f]*\d)[0-9a-f]+))_\{?(\d+)\}?")
-# A text in quotes whose case means nothing; in a prefix of a unit it does.
+# A text in quotes, of any case; in the prefix of a unit case has a meaning.
 TEXT = re.compile(r'" *(?![mM](?:Pa|eV|Hz) *")[A-Za-z][A-Za-z .\'-]+[A-Za-z.] *"')
 # May be a set of real numbers: a condition, a union, an interval. JOINED: it is no tuple.
 SET = re.compile(r"[<>≤≥≠]|[\[(].*,.*[\])]|\\(?:cup|setminus|emptyset)(?![a-z])")
@@ -261,7 +261,7 @@ def same_answers(gold: str, answer: str, compare: Compare, labelled: bool = True
         return bool(gold_items and answer_items)
     if len(gold_items) > 1 or len(answer_items) > 1:
         shapes = {(len(list_members(x)), bool(re.search(r"[∪∨]|\\cup", x))) for x in (gold, answer)}
-        # Conditions that hold together are no list of sets, and none of conditions of which one holds.
+        # "x > 1 and x < 3" is no list of two sets, and differs from "x > 1 or x < 3".
         as_sets = len(shapes) > 1 and re.search("[<>≤≥]", gold + answer)
         if not as_sets and same_lists(gold_items, answer_items, compare):
             return True

@@ -152,7 +152,8 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     (r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mbox|hbox|emph)" + BRACED +
      r"|\\mathrm\s*\{((?![eid]\})(?:[^{}\\]|\{[^{}]*\}|\\(?:cdot|times|mu|Omega|[,:;! ]))*)\}|"
      r"^\\(triangle\s*[A-Z]{3})$", r'"\1\2\3"', r"5 \mathrm{cm} \text{east}", '5 "cm" "east"'),
-    (r"\\(?:mathrm|mathbf|mathit|mathsf|boldsymbol|bm|operatorname|mathcal)\s*\{([^{}]*)\}|^\\overline\s*\{([A-Z]{2})\}(?=\s*=)",
+    (r"\\(?:mathrm|mathbf|mathit|mathsf|boldsymbol|bm|operatorname|mathcal)\s*\{([^{}]*)\}|"
+     r"^\\overline\s*\{([A-Z]{2})\}(?=\s*=)",
      r"\1\2", r"\mathbf{v}", "v"),  # fonts, a segment's length
     # cases and lines
     (r"\\begin\{((?:cases|align|gather|equation|split)(?:ed)?\*?)\}(.*)\\end\{\1\}",
@@ -195,9 +196,9 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
      lambda m: re.sub("[, ]", "", m[0]), "1,234 km", "1234 km"),
     (r"\((\w+)\)_", r"\1_", "(43)_5", "43_5"),  # brackets around a number in a base
     (r'\s*"?\s*\(?\bbase\s*"?\s*(\w+)\)?"?', r"_{\1}", "43 base 5", "43_{5}"),  # a base in words
-    # a base's name
+    # a base's name, a fraction of one character
     (r'_\{"?(' + "|".join(NUMERALS) + r')"?\}', lambda m: f"_{{{NUMERALS[m[1]]}}}", "43_{five}", "43_{5}"),
-    (r"(\d+|\b[a-z]|\\pi ?)⁄(\d+|[a-z])", r"\\frac{\1}{\2}", "3⁄8", r"\frac{3}{8}"),  # a fraction of one character
+    (r"(\d+|\b[a-z]|\\pi ?)⁄(\d+|[a-z])", r"\\frac{\1}{\2}", "3⁄8", r"\frac{3}{8}"),
     # Units that are signs:
     # units in Chinese, Japanese and Korean, but for words that change a value
     (r'(?<=[\d)}]) ?"? ?(?![^"]*(?:分之|[十百万萬億亿兆半不非无負负]|千(?![米克瓦])))'
@@ -234,7 +235,8 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     (r'^"?\s*(?i:dne|(?:it |the limit )?do(?:es)?(?: not|n\'t) exist)\.?\s*"?$', '"does not exist"', "DNE",
      '"does not exist"'),
     # yes, no and none with more words
-    (r'^"?(?i:(yes)\b(?!.*\b(?:no|not|but|if|only|unless)\b),[^\d\\,]*|(no)\b(?!.*\b(?:yes|but|if|only|unless)\b),'
+    (r'^"?(?i:(yes)\b(?!.*\b(?:no|not|but|if|only|unless)\b),[^\d\\,]*|'
+     r'(no)\b(?!.*\b(?:yes|but|if|only|unless)\b),'
      r'[^\d\\,]*|(none) of (?:them|these|those|the above)\.?"?)$', r'"\1\2\3"', "Yes, it is", '"Yes"'),
     # x before a power of ten
     (r"(?<=\d) ?x ?(?=10\s*\^)|\*", r"\\cdot ", "2*3 x 10^8", r"2\cdot 3\cdot 10^8"),
