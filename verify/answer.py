@@ -45,7 +45,12 @@ SET_SIGNS = re.compile(r"\\(?:cup|cap|setminus|backslash|infty|emptyset)(?![a-z]
 MATRIX = re.compile(r"[\[(]*\\begin\{(?:[pbB]?(?:small)?matrix|array)\}(?:\{[lcr|]*\})?(.*?)(?:\\\\)?"
                     r"\\end\{[a-zA-Z]+\}[\])]*")
 TRANSPOSED = re.compile(r"(.*)\^\{?\\?(?:[Tt]|top|intercal)\}?")
-BASED = re.compile(r"([-+]?[0-9A-Z]+)_\{?(\d+)\}?")
+BASED = re.compile(r"([-+]?(?:[0-9A-Z]+|(?=[a-f]*\d)[0-9a-f]+))_\{?(\d+)\}?")
+# A text in quotes, of any case; in the prefix of a unit case has a meaning.
+TEXT = re.compile(r'" *(?![mM](?:Pa|eV|Hz) *")[A-Za-z][A-Za-z .\'-]+[A-Za-z.] *"')
+# May be a set of real numbers: a condition, a union, an interval. JOINED: it is no tuple.
+SET = re.compile(r"[<>≤≥≠]|[\[(].*,.*[\])]|\\(?:cup|setminus|emptyset)(?![a-z])")
+JOINED = re.compile(r"[<>≤≥≠∪∨]|\\c[au]p(?![a-z])")
 CHOICE = re.compile(r'"?\s*\(?([A-Z])[).:]\s*"?\s*([^\s∧∨,].*)')
 RADIANS = ("radian", "radians", "rad")
 WORDS = re.compile(r"(?i:yes|no)|(?=.*[A-Za-z]{4})(?:[A-Za-z .,']|(?<=[a-z])-(?=[a-z]{2}))+|"
@@ -69,10 +74,10 @@ def closes_at_end(x: str) -> bool:
     return 0 in (depth := depths(x)) and depth.index(0) == len(x) - 1
 
 
-def split_top_level(x: str, at: str) -> list[str]:
-    """Split at these characters, but not inside brackets or environments, and drop empty pieces."""
+def split_top_level(x: str, at: str | tuple[str, ...]) -> list[str]:
+    """Split at these signs or commands, but not inside brackets or environments, and drop empty pieces."""
     pieces, depth = [""], 0
-    for token in re.findall(r"\\begin|\\end|.", x, re.DOTALL):
+    for token in re.findall(r"\\[a-zA-Z]+|.", x, re.DOTALL):
         depth = max(0, depth + (token in OPENING) - (token in CLOSING))
         if token in at and depth == 0:
             pieces.append("")
@@ -180,16 +185,6 @@ def turn_ascending(values: list[str], signs: list[str]) -> tuple[list[str], list
     return values, signs
 
 
-def intersect_conditions(x: str) -> str:
-    """Write two inequalities for one letter, joined by "and", as one interval; keep anything else."""
-    intervals = [to_interval(strip_wrapping(condition)[0]) for condition in split_top_level(x, "∧,")]
-    if len(intervals) == 2 and all(intervals):
-        low, high = sorted(intervals, key=lambda i: i.startswith("(-\\infty"))
-        if low.endswith("\\infty)") and high.startswith("(-\\infty,"):
-            return low.removesuffix("\\infty)") + high.removeprefix("(-\\infty,")
-    return x
-
-
 def list_rows(x: str, upright: bool) -> list[list[str]]:
     """List the rows of a matrix in TeX or of a list of lists; no rows for anything else.
 
@@ -221,7 +216,7 @@ def take_apart(x: str, other: str = "") -> tuple[str, list[str]]:
     if x[:1] in ("(", "[") and len(members := split_top_level(x[1:-1], ",;")) > 1 and closes_at_end(x):
         return x[0] + x[-1], members
     if based := BASED.fullmatch(x):
-        return "" if based[2] == "10" else f"base {based[2]}", [based[1]]
+        return "" if based[2] == "10" else f"base {based[2]}", [based[1].upper()]
     if len(members := split_top_level(x, ":")) > 1:
         return ":", members
     return "", [x]
@@ -234,7 +229,8 @@ def answers_equal(gold: str, answer: str, compare: Compare) -> bool:
     if max(len(gold), len(answer)) <= LONGEST:
         spellings = normalise(gold), normalise(answer)
         if all(map(is_short, spellings)):
-            return same_answers(*spellings, compare)
+            sets = all(map(SET.search, spellings)) and JOINED.search(" ".join(spellings))
+            return same_answers(*spellings, compare) or bool(sets) and compare(*spellings)
     return strip_spaces(gold) == strip_spaces(answer)
 
 
@@ -244,7 +240,8 @@ def strip_spaces(x: str) -> str:
 
 def same_answers(gold: str, answer: str, compare: Compare, labelled: bool = True) -> bool:
     """Compare two normalised answers. `labelled`: one may be a choice with its letter, (B) 42."""
-    gold, answer = intersect_conditions(gold), intersect_conditions(answer)
+    if any(map(TEXT.fullmatch, (gold, answer))) and gold.strip('" ').lower() == answer.strip('" ').lower():
+        return True
     gold_items, answer_items = list_members(gold), list_members(answer)
     if len(gold_items) == len(answer_items) == 1:
         exact, _, rounded = answer_items[0].rpartition("\\approx")
@@ -263,7 +260,10 @@ def same_answers(gold: str, answer: str, compare: Compare, labelled: bool = True
     if not gold_items or not answer_items or gold == answer:
         return bool(gold_items and answer_items)
     if len(gold_items) > 1 or len(answer_items) > 1:
-        if same_lists(gold_items, answer_items, compare):
+        shapes = {(len(list_members(x)), bool(re.search(r"[∪∨]|\\cup", x))) for x in (gold, answer)}
+        # "x > 1 and x < 3" is no list of two sets, and differs from "x > 1 or x < 3".
+        as_sets = len(shapes) > 1 and re.search("[<>≤≥]", gold + answer)
+        if not as_sets and same_lists(gold_items, answer_items, compare):
             return True
         if not (SET_SIGNS.search(gold) and SET_SIGNS.search(answer)):
             return False
@@ -392,8 +392,11 @@ def same_values(gold: str, answer: str, compare: Compare) -> bool:
     if "\\begin" in gold and "\\begin" in answer:
         return compare(gold, answer)
     if gold_kind.startswith("base") and not answer_kind:  # the question has named the base
-        return gold_members[0] == answer
+        return gold_members[0] == answer.upper()
     if gold_kind or answer_kind:
+        one, members = (answer, gold_members) if gold_kind else (gold, answer_members)
+        if re.match("[(m]", gold_kind + answer_kind) and re.search("[jk]", one):  # unit vectors
+            return compare(one, "+".join(map("({}){}".format, members, "ijk")))
         return bool(SET_SIGNS.search(gold) and SET_SIGNS.search(answer)) and compare(gold, answer)
     return compare(gold_members[0], answer_members[0])
 

@@ -27,7 +27,8 @@ NAMES = "sin cos tan cot sec csc sinh cosh tanh coth".split()
 INVERSES = {f"\\{name}": getattr(sympy, f"a{name}") for name in NAMES}
 FUNCTIONS: dict[str, Callable] = {f"\\{name}": getattr(sympy, name) for name in (*NAMES, "exp")} | {
     f"\\arc{name}": INVERSES[f"\\{name}"] for name in NAMES} | {
-    "\\ln": sympy.log, "\\log": lambda x, base=10: sympy.log(x, base), "\\lg": lambda x: sympy.log(x, 10)}
+    "\\ln": sympy.log, "\\log": lambda x, base=10: sympy.log(x, base), "\\lg": lambda x: sympy.log(x, 10),
+    "\\cis": lambda x: sympy.exp(sympy.I * x)}
 SERIES = {"\\sum": sympy.Sum, "\\prod": sympy.Product}
 BRACKET_PAIRS = {"(": ")", "[": "]", "{": "}", "|": "|", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 AROUND: dict[str, Callable] = {"|": sympy.Abs, "\\lfloor": sympy.floor, "\\lceil": sympy.ceiling}

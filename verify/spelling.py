@@ -4,6 +4,7 @@ Units, currency, percent and degree signs may be left out or added; spaces, size
 answer mean nothing. No rule here changes a value. answer.py splits an answer into members and compares them.
 """
 
+import itertools
 import re
 import unicodedata
 from collections import Counter
@@ -11,13 +12,19 @@ from collections import Counter
 COMMANDS = r"""
     × \cdot, · \cdot, π \pi, ∞ \infty, ° ^\circ, ≤ \le, ≥ \ge, ≠ \ne, ∪ \cup, ∩ \cap, ∈ \in, ± \pm,
     ∅ \emptyset, ≈ \approx, √ \sqrt, ∖ \setminus, ∉ \notin, ≡ \equiv, ℝ \mathbb{R},
-    ⩽ \le, ⩾ \ge, ≦ \le, ≧ \ge, ⟨ (, 〈 (, ⟩ ), 〉 )"""
+    ⩽ \le, ⩾ \ge, ≦ \le, ≧ \ge, ⟨ (, 〈 (, ⟩ ), 〉 ), ⋅ \cdot, ∙ \cdot, • \cdot, ✕ \cdot, ∗ \cdot,
+    º ^\circ, ˚ ^\circ, ∛ \sqrt[3], ∜ \sqrt[4], ∓ \mp, ⌊ \lfloor, ⌋ \rfloor, ⌈ \lceil, ⌉ \rceil, ∑ \sum,
+    ∏ \prod, ∫ \int, ∠ \angle, △ \triangle, ∣ |, ∶ :, ∕ /, Ø \emptyset, ⌀ \emptyset, ⋯ \ldots, ∆ \Delta,
+    ℤ \mathbb{Z}, ℕ \mathbb{N}, ℚ \mathbb{Q}, ℂ \mathbb{C}, Å angstrom, Å angstrom,
+    α \alpha, β \beta, γ \gamma, δ \delta, ε \epsilon, ζ \zeta, η \eta, θ \theta, κ \kappa, λ \lambda, μ \mu,
+    ν \nu, ξ \xi, ρ \rho, σ \sigma, τ \tau, φ \phi, χ \chi, ψ \psi, ω \omega, Γ \Gamma, Δ \Delta,
+    Θ \Theta, Λ \Lambda, Ξ \Xi, Σ \Sigma, Φ \Phi, Ψ \Psi, Ω \Omega, Ω \Omega"""
 CHARACTERS = str.maketrans({
     **{c: f"{command} " for c, command in map(str.split, COMMANDS.split(","))},
-    **dict.fromkeys("−–‑", "-"), **dict.fromkeys("′’", "'"), **dict.fromkeys("“”\"∴"),
-    "÷": "/", "、": ",", "。": "."})
-# NFKC would write 4³ as 43, and 2⅓ as 21/3.
-SHIFTED = {"[⁰¹²³⁴-⁹⁺⁻]+": r"^{\g<0>}", "[₀-₉₊₋]+": r"_{\g<0>}", "[¼-¾⅐-⅞]": r" \g<0>"}
+    **dict.fromkeys("−–‑—―‒", "-"), **dict.fromkeys("′’", "'"), **dict.fromkeys("“”\"∴"),
+    "÷": "/", "、": ",", "。": ".", "٫": ".", "٬": ","})
+# NFKC would write 4³ as 43, and 2⅓ as 21/3. These are its names for a run of small signs.
+SHIFTED = {"<super>": "^{{{}}}", "<sub>": "_{{{}}}", "<fraction>": " {}"}
 # The names of the commands that stand for a sign, and the sign.
 SIGNS = {name: sign + " " * sign[1:].isalpha() for *names, sign in map(str.split, r"""
     le leq leqslant ≤, ge geq geqslant ≥, lt <, gt >, ne neq ≠, langle (, rangle ), lbrace \{, rbrace \},
@@ -40,12 +47,12 @@ SYNONYMS = """
     A ampere amperes, mA = milli A, uA = micro A, K kelvin, C, F, T,
     eV, keV = kilo eV, MeV = mega eV, GeV = giga eV,
     mol mole moles, mmol = milli mol, umol = micro mol, kmol = kilo mol,
-    ton tons, man men, cup cups, way ways, euro euros, sterling, yen, rupee rupees,
+    ton tons, man men, cup cups, way ways, euro euros, sterling, yen, rupee rupees, angstrom angstroms,
     mph = mile h^-1, kph kmph = km h^-1, Hz hertz = s^-1, kHz = kilo Hz, MHz = mega Hz, GHz = giga Hz,
     N newton newtons = kg m s^-2, kN = kilo N, mN = milli N,
     J joule joules = kg m^2 s^-2, kJ = kilo J, MJ = mega J,
     W watt watts = kg m^2 s^-3, mW = milli W, kW kilowatt kilowatts = kilo W, MW = mega W, GW = giga W,
-    Pa pascal pascals = kg m^-1 s^-2, hPa = hecto Pa, kPa = kilo Pa, MPa = mega Pa,
+    Pa pascal pascals = kg m^-1 s^-2, hPa = hecto Pa, kPa = kilo Pa, MPa = mega Pa, mPa = milli Pa,
     V volt volts = kg m^2 s^-3 A^-1, mV = milli V, kV = kilo V, ohm ohms = kg m^2 s^-3 A^-2, kohm = kilo ohm,
     nano, micro, milli, centi, deci, hecto, kilo, mega, giga
 """
@@ -66,7 +73,7 @@ ABOUT_SIGN = (r"(?:\\(?:(?:thick)?approx|approxeq|simeq|eqsim|(?:fallingdots|ris
               r"[∼≅])|(?<=[a-zA-Z] )~)")
 ARGUMENT = r"\s*(\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\d|\\[a-zA-Z]+|[a-zA-Z])"
 CIRCLE = r"\s*\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})"
-TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
+TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])|\bcis")
 ORDINAL = '"?(?:st|nd|rd|th)"?'
 TWICE = r"(?<!\\)(?:\\\\)+[a-zA-Z(\[{$%]"
 ONCE = r'(?<!\\)(?:\\\\)*\\(?![\\nrt"/])'
@@ -113,13 +120,14 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     (r"\{\s*\\rm\s" + BODY + r"\}|\\rm" + BRACED, r"{\\mathrm{\1\2}}", r"5{\rm cm}", r"5{\mathrm{cm}}"),
     # an equals sign at the start, boxes, sizes and fonts without an argument, colours, tags, alignments
     (macro("boxed|fbox|displaystyle|textstyle|limits|bf|rm|small|large|Large|LARGE|huge|Huge|checkmark|"
-           "therefore|underline") + r"|^[\s=]+|\\? ?$|\\(?:text)?color\{[^{}]*\}|\\tag\{[^{}]*\}|"
-     r"(?<=matrix)\*(?=\})|(?<=matrix\*\})\[[lcr]\]", "", r"=\displaystyle 5\tag{1}", " 5"),
+           "therefore|underline|hfill|noindent") + r"|^(?:[\s=]|\\#)+|\\? ?$|\\(?:text)?color\{[^{}]*\}|"
+     r"\\tag\{[^{}]*\}|(?<=matrix)\*(?=\})|(?<=matrix\*\})\[[lcr]\]", "", r"=\displaystyle 5\tag{1}", " 5"),
     # Money and delimiters of formulas:
     # a currency's sign
     (r"^\\?([\$£€¥₹])\s*([\d.,]+)$", lambda m: f'{m[2]} "{CURRENCIES[m[1]]}"', r"\$5", '5 "dollars"'),
-    # delimiters of a formula, bold markdown
-    (macro("pounds|euro") + r"|^[\s$]*\*\*|\*\*(?=[\s$]*$)|(?<!\\)\\[()\[\]]|\\?\$|[£€₹¥]", "",
+    # delimiters of a formula, bold markdown, a module of Python, alignment and the line before that goes on
+    (macro("pounds|euro") + r"|\b(?:np|numpy|math|sp|sympy|torch)\.(?=[a-zA-Z])|"
+     r"(?:\\\\\s*)?&\s*(?==)|(?<==)&|^[\s$]*\*\*|\*\*(?=[\s$]*$)|(?<!\\)\\[()\[\]]|\\?\$|[£€₹¥]", "",
      "**$x$**", "x"),
     # Sizes and fonts; texts in quotes:
     (r"\*\*", "^", "x**2", "x^2"),  # a power as in Python
@@ -138,21 +146,33 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     # an upright fraction
     (r"\\(mathrm|text)\s*\{\s*\\frac" + BRACED + BRACED + r"\s*\}",
      r"\\frac{\\\1{\2}}{\\\1{\3}}", r"\mathrm{\frac{m}{s}}", r"\frac{\mathrm{m}}{\mathrm{s}}"),
+    # functions that TeX lacks
+    (r"\\(?:operatorname|mathrm|text)\s*\{\s*(cis|lcm|gcd)\s*\}", r"\\\1 ", r"\text{cis}x", r"\cis x"),
     # texts, upright words
     (r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mbox|hbox|emph)" + BRACED +
-     r"|\\mathrm\s*\{((?![eid]\})(?:[^{}\\]|\{[^{}]*\}|\\(?:cdot|times|mu|Omega|[,:;! ]))*)\}",
-     r'"\1\2"', r"5 \mathrm{cm} \text{east}", '5 "cm" "east"'),
-    (r"\\(?:mathrm|mathbf|mathit|mathsf|boldsymbol|bm|operatorname|mathcal)\s*\{([^{}]*)\}", r"\1",
-     r"\mathbf{v}", "v"),  # fonts
-    (r"\\begin\{cases\}(.*)\\end\{cases\}", lambda m: m[1].replace("\\\\", ","),
-     r"\begin{cases}x=1\\y=2\end{cases}", "x=1,y=2"),  # cases
+     r"|\\mathrm\s*\{((?![eid]\})(?:[^{}\\]|\{[^{}]*\}|\\(?:cdot|times|mu|Omega|[,:;! ]))*)\}|"
+     r"^\\(triangle\s*[A-Z]{3})$", r'"\1\2\3"', r"5 \mathrm{cm} \text{east}", '5 "cm" "east"'),
+    (r"\\(?:mathrm|mathbf|mathit|mathsf|boldsymbol|bm|operatorname|mathcal)\s*\{([^{}]*)\}|"
+     r"^\\overline\s*\{([A-Z]{2})\}(?=\s*=)",
+     r"\1\2", r"\mathbf{v}", "v"),  # fonts, a segment's length
+    # cases and lines
+    (r"\\begin\{((?:cases|align|gather|equation|split)(?:ed)?\*?)\}(.*)\\end\{\1\}",
+     lambda m: m[2].replace("\\\\", ","), r"\begin{cases}x=1\\y=2\end{cases}", "x=1,y=2"),
     # integers that an index runs over, a condition in words
-    (r"\s*(?:,|\(|\\q?quad)\s*[a-zA-Z]\s*\\in\s*\\mathbb\s*\{?[ZN]\}?\)?\s*$|"
-     r'(?<=\S)\s*,?\s*"\s*(?:for (?:all|every|each|any|some)\b|for\s*"|where\b|only\b)[^;]*$',
-     "", r"2k\pi, k \in \mathbb{Z}", r"2k\pi"),
+    (r"[\s\\]*(?:,|\(|\\q?quad|\\mid|\||:)\s*[a-zA-Z]\s*\\in\s*\\mathbb\s*\{?[ZN]\}?(?:\)|\s*(\\\}))?\s*$|"
+     r'(?<=\S)\s*,?\s*"\s*(?:for (?:all|every|each|any|some|integers?)\b|for\s*"|'
+     r'(?:where|only|because|since)\b)[^;]*$', r"\1", r"2k\pi, k \in \mathbb{Z}", r"2k\pi"),
     (r"\\mathbb\s*\{?R\}?|" + macro("R") + r"|(?i:\ball real numbers\b)",
      r"(-\\infty,\\infty)", r"\mathbb{R}", r"(-\infty,\infty)"),  # the reals
+    # reals but some
+    (r'(?<=\(-\\infty,\\infty\))\s*"?\s*,?\s*except (?:for )?(?:[a-z] ?= ?)?"?\s*([-\d\\{][^"]*)"?$',
+     r"\\setminus \\{\1\\}", r"(-\infty,\infty) except 2", r"(-\infty,\infty)\setminus \{2\}"),
     # Letters with marks, rows of matrices:
+    # unit vectors
+    (r"\\(?:hat|vec)\s*\{?\\?([ijk])(?:math)?(?![a-zA-Z])\s*\}?", r" \1", r"3\hat{\imath}", "3 i"),
+    # a point
+    (r"^([A-Z])\s*(?=\([^()=<>]*,[^()=<>]*\)$)", r"\1=", "P(2,3)", "P=(2,3)"),
+    (r"^(?!.*\\pm)(.*)\\mp(?![a-z])", r"\1\\pm", r"2\mp 1", r"2\pm 1"),  # signs that no other goes with
     (r"([A-Za-z])(?:\^\s*\{?\s*\\prime\s*\}?|')", r"\1_{p}", "x'", "x_{p}"),  # primes
     (r"_\{\\([a-z]+)\s*\}", r"_{\1}", r"x_{\alpha}", "x_{alpha}"),  # Greek indices
     (r"\\(vec|hat|bar)\s+([a-zA-Z])", r"\\\1{\2}", r"\vec v", r"\vec{v}"),  # marks on letters
@@ -176,9 +196,9 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
      lambda m: re.sub("[, ]", "", m[0]), "1,234 km", "1234 km"),
     (r"\((\w+)\)_", r"\1_", "(43)_5", "43_5"),  # brackets around a number in a base
     (r'\s*"?\s*\(?\bbase\s*"?\s*(\w+)\)?"?', r"_{\1}", "43 base 5", "43_{5}"),  # a base in words
-    # a base's name
+    # a base's name, a fraction of one character
     (r'_\{"?(' + "|".join(NUMERALS) + r')"?\}', lambda m: f"_{{{NUMERALS[m[1]]}}}", "43_{five}", "43_{5}"),
-    (r"(\d+)⁄(\d+)", r"\\frac{\1}{\2}", "3⁄8", r"\frac{3}{8}"),  # a fraction of one character
+    (r"(\d+|\b[a-z]|\\pi ?)⁄(\d+|[a-z])", r"\\frac{\1}{\2}", "3⁄8", r"\frac{3}{8}"),
     # Units that are signs:
     # units in Chinese, Japanese and Korean, but for words that change a value
     (r'(?<=[\d)}]) ?"? ?(?![^"]*(?:分之|[十百万萬億亿兆半不非无負负]|千(?![米克瓦])))'
@@ -189,8 +209,8 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     # degrees within a formula, percent
     (CIRCLE + "|" + macro("degree|deg") + r"|\\?%|(?i:\b(?:percent|per cent|pct|percentage points?)\b)", "",
      r"60^\circ, 30\%", "60, 30"),
-    (r'"?\\mu\s*"?(\w+)"', r'"u\1"', r'5\mu "m"', '5"um"'),  # micro
-    (r'"(\w?)\\Omega\s*"|\\Omega\s*(?=$|(?:\\cdot|/) ?")', r'"\1ohm"', r"5\Omega", '5"ohm"'),  # ohm
+    (r'"?\s*\\mu\s*"?(\w+)"|(?<=\d) ?\\mu (m|s|g|L|A|mol)$', r'"u\1\2"', r'5\mu "m"', '5"um"'),  # micro
+    (r'"\s*(\w?)\\Omega\s*"|\\Omega\s*(?=$|(?:\\cdot|/) ?")', r'"\1ohm"', r"5\Omega", '5"ohm"'),  # ohm
     (r'^([\s{"]*\d+)\s*(?:\^\s*)?(?:\{\s*' + ORDINAL + r"\s*\}|" + ORDINAL + r')(?=[\s.}]*(?:$|"| [a-z]{4}))',
      r"\1", "15th", "15"),  # ordinals
     # Relations, operators, sets:
@@ -202,14 +222,22 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
     (r"!=|\\not\s*(?:=|\\approx|\\sim|\\cong)", "≠", "x != 1", "x ≠ 1"),
     # the empty set
     (macro("varnothing|emptyset") + r"|\\\{\s*\\\}|" +
-     r'^"?(?i:(?:there (?:is|are) )?no (?:real )?solutions?|(?:the )?empty set)\.?"?$',
+     r'^"?(?i:(?:there (?:is|are) |[a-z ]+ has )?no (?:real |such )?(?:solutions?|roots?|values?|numbers?)'
+     r'(?: exists?)?|(?:the )?(?:empty|null) set)\.?"?$',
      r"\\emptyset ", r"\{\}", r"\emptyset "),
     # that set in a set
     (r"\\\{\s*\\emptyset\s*\\\}", '"set of nothing"', r"\{\emptyset\}", '"set of nothing"'),
     (r"\\\}\s*\\cup\s*\\\{", ",", r"\{1\}\cup\{2\}", r"\{1,2\}"),  # a union of lists
     # open ends of intervals by ISO
-    (r"^\](?=[^\[\]]*[,;][^\[\]]*[\[\]]$)", "(", "]1, 2]", "(1, 2]"),
-    (r"^([\[(][^\[\]()]*[,;][^\[\]()]*)\[$", r"\1)", "[1, 2[", "[1, 2)"),
+    (r"(^|\\c[au]p|\\in|=)\s*\](?=[^\[\]()]*[,;][^\[\]()]*[\[\]])", r"\1(", "]1, 2]", "(1, 2]"),
+    (r"([\[(][^\[\]()]*[,;][^\[\]()]*)\[(?=\s*(?:$|\\c[au]p))", r"\1)", "[1, 2[", "[1, 2)"),
+    # one word for what is not there
+    (r'^"?\s*(?i:dne|(?:it |the limit )?do(?:es)?(?: not|n\'t) exist)\.?\s*"?$', '"does not exist"', "DNE",
+     '"does not exist"'),
+    # yes, no and none with more words
+    (r'^"?(?i:(yes)\b(?!.*\b(?:no|not|but|if|only|unless)\b),[^\d\\,]*|'
+     r'(no)\b(?!.*\b(?:yes|but|if|only|unless)\b),'
+     r'[^\d\\,]*|(none) of (?:them|these|those|the above)\.?"?)$', r'"\1\2\3"', "Yes, it is", '"Yes"'),
     # x before a power of ten
     (r"(?<=\d) ?x ?(?=10\s*\^)|\*", r"\\cdot ", "2*3 x 10^8", r"2\cdot 3\cdot 10^8"),
     (r"\\not\s*\\in(?![a-z])", r"\\notin ", r"x \not\in A", r"x \notin  A"),  # no member
@@ -228,14 +256,16 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
      r'\1"modulo \2"', r"x\equiv 3 \pmod 5", ' 3"modulo 5"'),
     (r'\s*(?:\\pmod\s*\{?(\w+)\}?|"?\s*\(\s*\\bmod\s*\{?(\w+)\}?\s*\)"?|"?\s*\bmodulo\s*"?\s*(\w+))\s*$',
      r'"modulo \1\2\3"', r"3 \pmod{5}", '3"modulo 5"'),
+    # choices
+    (r"(?<![\w}])(?:\{\})?[_^](?:(\w)|\{(\w+)\})\s*C_(?:(\w)|\{(\w+)\})|\b(\d+)C(\d+)\b(?!_)",
+     r"\\binom{\1\2\5}{\3\4\6}", "{}_5C_2", r"\binom{5}{2}"),
     # a binomial by TeX
     (r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}", r"{3\choose 2}", r"\binom{3}{ 2}"),
     # Spellings of programs and in words:
-    (r"\b(?:np|numpy|math|sp|sympy|torch)\.(?=[a-zA-Z])", "", "math.sqrt(2)", "sqrt(2)"),  # a module
     (r'(?<![a-zA-Z])"?(?:[a-zA-Z]*[mM]atrix|array|tensor|[vV]ector)"?\s*\((\[.*\])\)', r"\1",
      "Matrix([[1], [2]])", "[[1], [2]]"),  # a matrix of a program
     (r"(?i:\binfinity\b|\binf\b)|\boo\b", r"\\infty ", "oo", r"\infty "),  # infinity
-    (r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|arcsin|arccos|arctan|ln|log|exp)(?![a-zA-Z])", r"\\\1",
+    (r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|arcsin|arccos|arctan|ln|log|exp|cis|gcd|lcm)(?![a-zA-Z])", r"\\\1",
      "sin x", r"\sin x"),  # functions without a backslash
     # a root in brackets or without braces
     (r"\\sqrt(\[[^\]]*\])?\s*(?:\(([^()]*)\)|(\d+|\\frac(?:\s*(?:\{[^{}]*\}|\d)){2}|\\[a-z]+|[a-zA-Z]))",
@@ -249,11 +279,16 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
      r"\1\\cdot 10^{\2}", "2e3", r"2\cdot 10^{3}"),  # e-notation
     (r'(\d)\s*"?\s*(' + "|".join(FACTORS) + ")(?![a-z])",
      lambda m: rf'{m[1]}\cdot {FACTORS[m[2]]}"', "5 million", r'5\cdot 10^{6}"'),  # a factor in words
-    # repeating decimals by dots
+    # repeating decimals by marks on digits, in brackets, by dots
+    (r"^([-+]?\d*\.\d*)\((\d+)\)$|\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?|"
+     r"(\d)[\u0304\u0305\u0307](?:(\d)[\u0304\u0305\u0307])?(?:(\d)[\u0304\u0305\u0307])?",
+     r"\1\\overline{\2\3\4\5\6\7\8}", "0.1(6)", r"0.1\overline{6}"),
     (r"(\.\d*?)(\d{1,2}?)\2{2,}\s*(?:\.\.\.|\\ldots)", r"\1\\overline{\2}", "0.333...", r"0.\overline{3}"),
     (r"(?<=[\d.])\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))",
      lambda m: rf"\overline{{{m[1] or m[2]}}}", r"0.\bar3", r"0.\overline{3}"),  # repeating decimals
     (r"(\d)\.(?![\d.]|\\overline)", r"\1", "5.", "5"),  # a point behind an integer
+    # a bound in words
+    (r' ?"? ?\bis at (m)?(?:ost|least)\b ?"? ?', lambda m: "≤" if m[1] else "≥", "n is at most 5", "n≤5"),
     (r'(\d)\s*"?\s*to\s*"?\s*(\d)', r"\1:\2", "2 to 3", "2:3"),  # a ratio in words
     (r'(?i:(\d)(\s*"?\s*)([ap])\.?\s?m\b\.?)', lambda m: f"{m[1]}{m[2]}{m[3].lower()}m",
      "4:30 P.M.", "4:30 pm"),  # half of the day
@@ -286,9 +321,10 @@ RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, aft
 def normalise(answer: str) -> str:
     """Rewrite an answer in its normal spelling, without changing its value."""
     answer = undouble(answer).translate(CHARACTERS)
-    for signs, new in SHIFTED.items():
-        answer = re.sub(signs, new, answer)
+    runs = itertools.groupby(answer, lambda c: unicodedata.decomposition(c).partition(" ")[0])
+    answer = "".join(SHIFTED.get(kind, "{}").format("".join(run)) for kind, run in runs)
     answer = unicodedata.normalize("NFKC", answer).translate(CHARACTERS)
+    answer = re.sub(r"\d", lambda m: str(int(m[0])), answer)  # digits of other scripts
     if TRIGONOMETRIC.search(answer):
         answer = DEGREES.sub(r"(\\frac{\1\\pi}{180})", answer)
     for pattern, new, *_ in RULES:
