@@ -5,7 +5,7 @@ P components of a reward.
 """
 
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -20,8 +20,6 @@ from records import Batch, Group, PromptDraw, Request, Rewards, Rolled, Sample, 
 from reward import LENGTH_COMPONENTS, list_components, own_rewards, reward_range, score
 from rollout import Engine
 from settings import kinds
-
-GATHER_BLOCK = 128  # completions that each rank sends at a time, to save memory
 
 
 @frozen
@@ -52,10 +50,7 @@ class Sampler:
         """Sample the new tokens of each request. Each rank samples its `local_slice`, and gets all."""
         shown = "rollout" if dist.rank() == 0 else None
         mine = self.engine.generate(dist.local_slice(requests), self.sampling.temperature, progress=shown)
-        rounds = [dist.gather([mine[first:first + GATHER_BLOCK]])
-                  for first in range(0, int(dist.max_over_ranks(len(mine))), GATHER_BLOCK)]
-        blocks = chain.from_iterable(zip(*rounds, strict=True))  # of rank 0 in order, then of rank 1, ...
-        return list(chain.from_iterable(blocks))
+        return dist.gather(mine)
 
     def score(self, groups: list[Group]) -> Rewards:
         """Score the completions of whole groups. Each rank scores its `local_slice`; all get all rewards."""

@@ -39,13 +39,12 @@ from infra.rows import all_have_answers
 from infra.signals import exit_status
 from infra.tokenizer import Tokenizer
 from infra.weights import check_positions, find_model, read_shape
-from model import load_model
 from records import EngineSpec, Problem, Prompt, Request, Rewards, frozen, plain
 from rollout import Engine, start_engine
 from settings import leaves
 from settings.loader import ConfigError
-from settings.paths import find_path, matching, user_path
-from verify.grade import grade, name_unreadable
+from settings.paths import matching, user_path
+from verify.grade import grade
 
 ROUNDS_BETWEEN_WRITES = 4   # how often all decoding slots are filled between two writes of the responses
 
@@ -95,9 +94,7 @@ def load_sets(data: Data, tokenizer: Tokenizer, reward: Reward) -> list[EvalSet]
         if any(short == s.name for s in sets):
             raise ConfigError(f"evaluation set {short!r} is named twice in {data.eval!r}")
         problems = load_problems(name, data.dir, False, data.columns, reward.needs_answers)
-        graded = all_have_answers(problems, short)
-        if graded:
-            name_unreadable(short, {p.id: p.answer for p in problems}, reward.needs_answers)
+        graded = all_have_answers(problems, short, reward.needs_answers)
         prompts = to_prompts(problems, tokenizer, data.system_prompt, data.max_prompt_tokens)
         sets.append(EvalSet(short, problems, prompts, None if reward.accuracy else reward, graded))
     return sets
@@ -185,8 +182,6 @@ def grade_responses(answers: list[tuple[Sequence[str], Prompt, int]], held_out: 
 def find_loader(path: str) -> tuple[Path, Callable]:
     """Find the folder of a model, or of the one that a checkpoint's run began with, and the function that
     loads a policy from it, of a folder and a dtype."""
-    if (find_path(path) / "config.json").is_file():
-        return find_model(path), partial(load_model, device=torch.device("cpu"))
     from infra.checkpoint import original_model
     from policy import weights_of
 

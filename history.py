@@ -153,18 +153,11 @@ class PromptHistory:
             self.explore = adapt_p(self.explore, easy, hard, self.pruning.target)
 
     def state(self) -> dict:
-        """Return plain values for a checkpoint, which later steps do not change: of each prompt a bit, and 16
-        bytes if it has a size."""
-        known_K = ~np.isnan(self.records["size"])
-        return {
-            "place": self.place,
-            "explore": self.explore,
-            "known": torch.from_numpy(np.packbits(known_K)),
-            "records": torch.from_numpy(self.records[known_K].view(np.uint8)),
-        }
+        """Return plain values for a checkpoint, which later steps do not change."""
+        records = torch.from_numpy(self.records.copy().view(np.uint8))  # 16 bytes of each prompt
+        return {"place": self.place, "explore": self.explore, "records": records}
 
     def restore(self, state: dict) -> None:
         self.place = state["place"]
         self.explore = state["explore"]
-        known_K = np.unpackbits(state["known"].numpy(), count=len(self.records)).astype(bool)
-        self.records[known_K] = state["records"].numpy().view(RECORD)
+        self.records[:] = state["records"].numpy().view(RECORD)

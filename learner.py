@@ -218,11 +218,6 @@ def optimizer_step(
     return norm
 
 
-def checkpoint_roles(learner: Learner) -> dict[str, Role]:
-    """Return the models and optimizers that a checkpoint holds."""
-    return {"policy": (learner.policy, learner.optimizers)} | learner.roles
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="A checkpoint as a Hugging Face folder for eval.py or vLLM.")
     parser.add_argument("checkpoint", type=user_path, help="runs/NAME/checkpoints/step_000123")

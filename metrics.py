@@ -149,8 +149,12 @@ def describe_completions(rolled: Rolled, n: int, batch: Batch, place: int | None
     trained on has its advantage there: PODS compares only the completions kept.
     """
     pruned, components = batch.pruned, rolled.rewards.components
+
+    def drawn(x_NG: Tensor | None) -> float | None:
+        return None if place is None or x_NG is None else x_NG[place, g].item()
+
     for g, sample in enumerate(rolled.groups[n].samples):
-        kept = place is not None and bool(pruned.keep_NG[place, g])
+        kept = bool(drawn(pruned.keep_NG))
         trained = 0
         turns = [decode(sample.ids[start:to], True) for start, to in sample.turns]
         if kept and batch.trained_NG[place, g]:
@@ -164,14 +168,14 @@ def describe_completions(rolled: Rolled, n: int, batch: Batch, place: int | None
             "advantage": plain(batch.adv_NG[place, g] if kept else rolled.adv_NG[n, g]),
             "kept": kept,
             "trained": trained,
-            "size": None if place is None or pruned.size_NG is None else pruned.size_NG[place, g].item(),
-            "prob": None if place is None else pruned.prob_NG[place, g].item(),
-            "weight": 0.0 if place is None else pruned.weight_NG[place, g].item(),
+            "size": drawn(pruned.size_NG),
+            "prob": drawn(pruned.prob_NG),
+            "weight": drawn(pruned.weight_NG) or 0.0,
         } | ({"turns": turns} if len(turns) > 1 else {})
 
 
 SUMS = """
-    loss tokens passed clipped k3 packed rows room cost corrected masked
+    loss tokens passed clipped k3 packed rows cost corrected masked
     compared mismatch engine_kl ratio ratio_squared probability
 """.split()
 
@@ -192,7 +196,6 @@ class PassSums:
         sums["loss"] += terms.loss
         if first_pass:
             sums["rows"] += 1
-            sums["room"] += self.pack.capacity
         if not row.counts:
             return
         sums["passed"] += len(row.target_C)  # once for each pass
@@ -244,7 +247,7 @@ class PassSums:
             "mismatch/masked": total["masked"] / tokens,
             "pack/tokens": int(total["packed"]),
             "pack/rows": int(total["rows"]),
-            "pack/density": total["packed"] / max(total["room"], 1),
+            "pack/density": total["packed"] / max(total["rows"] * self.pack.capacity, 1),
             "pack/imbalance": imbalance,
         }
 

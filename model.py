@@ -86,9 +86,6 @@ def rotate_neighbours(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
 class OnePlusNorm(nn.RMSNorm):
     """RMSNorm that multiplies by 1 + weight, rounded once."""
 
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
-
     def forward(self, x: Tensor) -> Tensor:
         weight = 1 + at_least_float32(self.weight)
         return F.rms_norm(at_least_float32(x), self.normalized_shape, weight, self.eps).to(x.dtype)
@@ -185,9 +182,9 @@ class MLP(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         if self.fused:
             gate, up = self.gate_up_proj(x_TD).chunk(2, dim=-1)
-            return self.down_proj(self.activate(gate) * up)
-        gate = self.activate(self.gate_proj(x_TD))
-        return self.down_proj(gate * self.up_proj(x_TD))
+        else:
+            gate, up = self.gate_proj(x_TD), self.up_proj(x_TD)
+        return self.down_proj(self.activate(gate) * up)
 
 
 class Block(nn.Module):

@@ -100,7 +100,6 @@ COMPONENTS = {
     "tag_number": (tag_number, 0, 1),
     "overlong": (overlong, -1, 0),
 }
-CUSTOM_RANGE = (None, -1, 1)  # a component of the user's own
 LENGTH_COMPONENTS = ("overlong",)
 REPORTED_RATES = ("unparsed", "timed_out", "disagree")  # rates that every step logs beside the components
 
@@ -169,7 +168,7 @@ def reward_range(weights: dict[str, float]) -> tuple[float, float]:
     """Return the least and the greatest reward that these weights allow."""
     least = greatest = 0.0
     for name, weight in weights.items():
-        _, low, high = COMPONENTS.get(name, CUSTOM_RANGE)
+        _, low, high = COMPONENTS.get(name, (None, -1, 1))  # of the user's own
         least += min(weight * low, weight * high)
         greatest += max(weight * low, weight * high)
     return least, greatest

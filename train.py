@@ -50,7 +50,7 @@ from infra.stopping import Stop, Stopped, asked_to_stop, stop_engine
 from infra.stored import once_a_node
 from infra.tokenizer import Tokenizer
 from infra.weights import check_positions, find_model
-from learner import Learner, NotFinite, build_learner, checkpoint_roles
+from learner import Learner, NotFinite, build_learner
 from metrics import Clock, list_decisions, memory_metrics, rollout_metrics, sample_lines
 from model import Decoder
 from policy import Weights
@@ -59,7 +59,6 @@ from reward import own_rewards
 from rollout import Engine, start_engine
 from settings import kinds, leaves
 from update import update
-from verify.grade import name_unreadable
 
 
 def compare(groups: list[Group], rewards: Rewards, settings: kinds.Advantage) -> Tensor:
@@ -166,8 +165,9 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     decided = resolve_auto(cfg, task.source, saved["config"])
     parts, bare_engine = assemble(decided, task, weights, saved["step"])
     learner, engine, history = parts.learner, parts.engine, parts.history
+    roles = {"policy": (learner.policy, learner.optimizers)} | learner.roles
     checkpoints = Checkpoints(
-        folder / "checkpoints", cfg.checkpoint.keep, checkpoint_roles(learner), learner.device, log.seal)
+        folder / "checkpoints", cfg.checkpoint.keep, roles, learner.device, log.seal)
     if path is None:
         ready = checks.before_run(cfg, checks.Ready(decided, learner, bare_engine, task))
         checks.require_checks(ready.checks)
@@ -197,8 +197,8 @@ def assemble(cfg: Config, task: data.Task, weights: Weights, first: int) -> tupl
 def before_steps(run: Run) -> Parts:
     """Evaluate if that is due and was not done, and let leaves make their parts ready."""
     cfg, first = run.parts.cfg, run.parts.first
-    done = dist.max_over_ranks(run.log.has_evaluated(first))  # unless a stop came in the middle
-    if not done and (first == 0 or is_due(cfg.eval.every, first, cfg.steps)):
+    done = dist.on_first(runfolder.evaluations, Path(cfg.out))  # without it, if a stop came in the middle
+    if first not in done and (first == 0 or is_due(cfg.eval.every, first, cfg.steps)):
         evaluate_sets(run, first)
     return leaves.through("begin", cfg, run.parts)
 
@@ -252,10 +252,7 @@ def load_prompts(cfg: Config, source: Path, tokenizer: Tokenizer, sets: list[Eva
         held_out = [p for s in sets for p in s.problems]
         problems = data.drop_overlap(problems, held_out)
     problems = problems[:settings.limit]
-    graded = not gold or all_have_answers(problems, settings.train)
-    if graded and gold:
-        golds = {p.id: p.answer for p in problems}
-        name_unreadable(settings.train, golds, cfg.reward.needs_answers)
+    graded = not gold or all_have_answers(problems, settings.train, cfg.reward.needs_answers)
     if cfg.reward.custom_file:
         own_rewards().try_functions(cfg.reward, problems, *(s.problems for s in sets if s.reward))
     prompts = data.to_prompts(

@@ -249,8 +249,7 @@ def publish(fresh: Path, keep: Keep, files: Files) -> None:
 
 def step_folders(folder: Path) -> list[Path]:
     """List the checkpoints in a folder, the oldest first."""
-    paths = folder.iterdir() if folder.is_dir() else ()
-    return sorted((path for path in paths if STEP.fullmatch(path.name)), key=step_of)
+    return sorted((path for path in folder.glob("step_*") if STEP.fullmatch(path.name)), key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -318,23 +317,20 @@ def original_model(path: str | Path) -> str:
 def load_policy_into(path: str, model: nn.Module) -> nn.Module:
     """Fill a model, which keeps its dtype, with the policy of a checkpoint; for any other path leave it.
     Collective. Raises ConfigError."""
-    step, dtype = user_path(path), next(model.parameters()).dtype
-    if not is_checkpoint(step):
-        return model
-    refuse(step, find_damage(step, "policy/"))
-    stored = dcp.FileSystemReader(step / "policy").read_metadata().state_dict_metadata
-    wide, = {t.properties.dtype for name, t in stored.items() if name.startswith("weights.")}
-    load_tensors(step / "policy", tensors(model.to(wide)))
-    return model.to(dtype)
+    step = user_path(path)
+    if is_checkpoint(step):
+        refuse(step, find_damage(step, "policy/"))
+        load_tensors(step / "policy", tensors(model))
+    return model
 
 
 def load_tensors(path: Path, state: dict[str, dict[str, Tensor]]) -> None:
-    """Load into these tensors, each rank its shards. Raises ConfigError if the stored ones differ in name or
-    shape."""
-    here = {f"{kind}.{name}": (tuple(t.shape), t.dtype)
+    """Load into these tensors, which keep their dtypes, each rank its shards. Raises ConfigError if the
+    stored ones differ in name or shape."""
+    here = {f"{kind}.{name}": tuple(t.shape)
             for kind, by_name in state.items() for name, t in by_name.items()}
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    stored = {name: (tuple(t.size), t.properties.dtype) for name, t in metadata.items()}
+    stored = {name: tuple(t.size) for name, t in metadata.items()}
     needed = {*here, *(name for name in stored if name.startswith("weights."))}
     if differing := sorted(name for name in needed if stored.get(name) != here.get(name)):
         name = differing[0]

@@ -195,8 +195,8 @@ def fit_engine(wanted: str, spec: EngineSpec) -> tuple[str, EngineSpec]:
     spread = spec.tensor_parallel if kind == "vllm" else 0
 
     def needed(slots: int) -> float:
-        parts = engine_parts(shape, spec.dtype.itemsize, slots, spec.max_len, spread, spec.cache_gib)
-        return sum(parts.values())
+        return sum(engine_parts(
+            shape, spec.dtype.itemsize, slots, spec.max_len, spread, spec.cache_gib).values())
 
     slots = largest_that_fits(range(1, spec.slots + 1), USABLE_SHARE * machine.free, needed) or 1
     if (wanted, spec.slots) != (kind, slots):

@@ -139,7 +139,6 @@ class Family:
 
 
 TABLE = read(Path(__file__).with_suffix(".yaml"))
-HARMLESS = TABLE["harmless"]
 FAMILIES = {name: build(Family, row, f"{name}.") for name, row in TABLE["families"].items()}
 
 
@@ -180,7 +179,7 @@ def shape_of(raw: dict[str, Any]) -> Shape:
                           "(\"An architecture of yours\")")
     own = family.settings.keys() | {f.name for f in fields(Common)}
     for name, value in raw.items():
-        known = name in own or HARMLESS.get(name, shape_of) in (None, value)
+        known = name in own or TABLE["harmless"].get(name, shape_of) in (None, value)
         if not known and value is not None:
             raise ConfigError(f"{name}={SHORT.repr(value)} is not supported for model_type={kind}; if it "
                               "changes no log-prob, delete it there")

@@ -12,6 +12,7 @@ from hashlib import sha256
 
 from records import Problem
 from settings.loader import ConfigError, encodable, meant, parse_json
+from verify.grade import name_unreadable
 
 Columns = dict[str, str | None]  # data.columns
 Rows = Iterator[tuple[str, dict]]  # each with its place
@@ -153,10 +154,13 @@ def parse_list(text: str) -> object:
     return text
 
 
-def all_have_answers(problems: list[Problem], name: str) -> bool:
-    """Tell whether all problems have a gold answer, and print it if only some do."""
+def all_have_answers(problems: list[Problem], name: str, needed: bool = False) -> bool:
+    """Tell whether all problems have a gold answer, and print it if only some do, or if the verifier cannot
+    read some. Raises VerifyError if they are `needed` and it can read none."""
     without = sum(not p.answer for p in problems)
     if 0 < without < len(problems):
         print(f"{name}: {without} of {len(problems)} problems have no answer, so accuracy is not measured",
               file=sys.stderr)
+    if not without:
+        name_unreadable(name, {p.id: p.answer for p in problems}, needed)
     return not without

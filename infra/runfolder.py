@@ -48,7 +48,6 @@ from infra.terminal import print_progress
 from infra.tokenizer import Tokenizer
 from records import Metrics
 from settings import leaves
-from settings.loader import SHORT
 from settings.paths import REPOSITORY, user_path
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
@@ -397,12 +396,8 @@ class RunLog:
         for name in LOGS:
             path = self.folder / name
             with blame_file(path):
-                lines = [line for line in read_log(path) if line["step"] <= step]
-                rewrite_log(path, lines)
+                rewrite_log(path, [line for line in read_log(path) if line["step"] <= step])
             self.sizes[name] = path.stat().st_size
-            lacking = sorted({*range(1, step + 1)} - {line["step"] for line in lines})
-            if lacking and (cfg.log.groups or name != LOGS[1]):
-                self.say(f"{path} lacks the steps {SHORT.repr(lacking)}: a report has no more than is there")
 
     def forget_later(self, evaluated_after: int) -> None:
         """Remove state.json and what was left unfinished, and the evaluations after a step."""
@@ -453,22 +448,16 @@ class RunLog:
             self.sizes[name] = (self.folder / name).stat().st_size
 
     def mend(self, name: str) -> None:
-        """Say so if a log is not as long as this process has left it, and go on with its whole lines. What
-        lay in its place is kept."""
-        path, left, lines = self.folder / name, self.sizes[name], []
+        """Say so if a log is not as long as this process has left it, and go on with its whole lines. Raises
+        ConfigError for a broken line before the last whole one."""
+        path, left = self.folder / name, self.sizes[name]
         size = path.stat().st_size if path.is_file() else -os.path.lexists(path)
-        if size == left:
-            return
-        aside = path.with_name(f"{name}.changed_at_{left}")
-        if os.path.lexists(path):
-            path.rename(aside)
-        with suppress(ConfigError):
-            lines = read_log(aside)
-        rewrite_log(path, lines)
-        self.sizes[name] = path.stat().st_size
-        self.say(f"{path} was changed by another program, from {left} bytes to {max(size, 0)}: it goes on "
-                 f"with {len(lines)} whole lines, and a report lacks the others"
-                 + f"; {aside} is what lay there" * os.path.lexists(aside))
+        if size != left:
+            lines = read_log(path)
+            rewrite_log(path, lines)
+            self.sizes[name] = path.stat().st_size
+            self.say(f"{path} was changed by another program, from {left} bytes to {max(size, 0)}: it goes "
+                     f"on with {len(lines)} whole lines, and a report lacks the others")
 
     def measure(self, step: int, metrics: Metrics) -> None:
         """Append a line to metrics.jsonl, and show it to the watchers."""
@@ -477,10 +466,6 @@ class RunLog:
         for watcher in self.watchers:
             watcher.log(line)
         self.unlogged = {}
-
-    def has_evaluated(self, step: int) -> bool:
-        """Tell whether the scores of a step were logged; False on a rank that logs nothing."""
-        return self.folder is not None and step in evaluations(self.folder)
 
     def evaluated(self, step: int, results: dict[str, dict], seconds: float) -> None:
         """Log the scores of every set in one line."""
@@ -535,6 +520,6 @@ class RunLog:
             self.say(f"step {step}: {warning}")
 
     def say(self, text: str) -> None:
-        """Print a line above the bar, unless it is empty."""
-        if self.folder and text:
+        """Print a line above the bar."""
+        if self.folder:
             tqdm.write(text, file=sys.stderr)

@@ -46,8 +46,8 @@ def store(records: Iterable) -> IO[bytes]:
 
 
 def once_a_node(make: Callable[[], tuple[list[Iterable], Any]]) -> tuple[list[Stored], Any]:
-    """Call a function on the first rank of each node alone. All get its lists of records, stored, and what
-    else it returns; or its error, if the user can mend it. Collective."""
+    """Call a function on the first rank of each node alone. All get its lists of records, stored, and all
+    else that it returns; or its error, if the user can mend it. Collective."""
     files, made = [], []
     if os.environ.get("LOCAL_RANK", "0") == "0":
         try:

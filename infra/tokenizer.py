@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import date
 from functools import partial
@@ -27,7 +27,7 @@ from settings.loader import SHORT, encodable, in_short, read_json
 RENDER_ARGUMENTS = ("messages", "add_generation_prompt", "tools", "documents", "strftime_now")
 MARKER = re.compile(r"<\|[^<>|\s]+\|>")  # how most templates write a special token
 ASKED, ANSWERED = {"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}
-OPENING_TAG = re.compile(r"<[A-Za-z][\w:-]*>\s*")
+OPENING_TAG = re.compile(r"<[A-Za-z][\w:-]*>\s*\Z")
 
 
 class Tokenizer:
@@ -87,11 +87,6 @@ class Tokenizer:
             self.ends |= {*self.behind_answer(ASKED)}
         # The settings that name files of the user's, and the texts that were read.
         self.own_files = {"data.chat_template": self.own_template}
-
-    def describe_tools(self, tools: Sequence[dict]) -> None:
-        """Let the template write these descriptions into every prompt."""
-        self.tools = [*tools] or None
-        self.opened = self.find_opened()
 
     def add_tokens(self, listed: object, path: Path) -> None:
         """Add the tokens that tokenizer_config.json has beyond tokenizer.json, as transformers does. Raises
@@ -214,10 +209,7 @@ class Tokenizer:
                 raise ConfigError(f"{self.folder}: its tokenizer cuts up {marker!r}, which its chat template "
                                   "writes; take the tokenizer that belongs to the model")
         opened = ""
-        while tags := [*OPENING_TAG.finditer(text)]:
-            tag = tags[-1]
-            if tag.end() < len(text) or tag[0].strip() in self.special.values():
-                break
+        while (tag := OPENING_TAG.search(text)) and tag[0].strip() not in self.special.values():
             text, opened = text[:tag.start()], tag[0] + opened
         return opened
 
@@ -313,10 +305,7 @@ class GenerationTag(jinja2.ext.Extension):
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("render_body"), [], [], body).set_lineno(line)
-
-    def render_body(self, caller: Callable) -> str:
-        return caller()
+        return jinja2.nodes.Scope(body).set_lineno(line)
 
 
 def chat_environment(today: str | None) -> ImmutableSandboxedEnvironment:

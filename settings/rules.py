@@ -121,9 +121,8 @@ def size_rules(cfg: Any) -> Iterator[Rule]:
         parts = f"environment.max_context={longest}"
     yield ("pack.capacity", cfg.pack.capacity == "auto" or cfg.pack.capacity >= longest,
            f"at least {longest} tokens, one sequence ({parts}), or auto; raise it or lower those")
-    yield ("pack.budget", cfg.pack.budget is not None or roll.until != "full", "set with rollout.until=full")
-    yield ("pack.budget", cfg.pack.budget is None or 1 <= cfg.pack.budget <= most,
-           f"in 1..{most} tokens, all that rollout.max_rounds rounds can give")
+    yield ("pack.budget", roll.until != "full" or 1 <= (cfg.pack.budget or 0) <= most,
+           f"in 1..{most} tokens, all that rollout.max_rounds rounds can give, with rollout.until=full")
     yield ("rollout.group_size", G >= 2 or not cfg.advantage.compares,
            f"at least 2 with advantage.kind={cfg.advantage.kind}, which compares completions of one prompt")
     yield ("update.minibatches", N % cfg.update.minibatches == 0,
@@ -149,14 +148,13 @@ def size_rules(cfg: Any) -> Iterator[Rule]:
 def reward_rules(cfg: Any) -> Iterator[Rule]:
     reward, most = cfg.reward, cfg.rollout.max_new_tokens
     yield "reward.accuracy", bool(reward.weights), "other than 0: no other component has a weight"
-    yield ("reward.overlong_tokens", (reward.overlong_tokens is None) == (reward.overlong is None),
-           "set with reward.overlong, and null without")
     yield ("reward.custom_file", reward.custom_file or not reward.functions,
            f"the file that has {', '.join(reward.functions.values())}(), set with reward.custom")
     yield ("reward.custom", reward.functions or not reward.custom_file,
            f"1 or {{name: weight}} to call functions of reward.custom_file={reward.custom_file}")
-    yield ("reward.overlong_tokens", reward.overlong_tokens is None or 1 <= reward.overlong_tokens <= most,
-           f"in 1..{most} (rollout.max_new_tokens)")
+    span, punished = reward.overlong_tokens, reward.overlong is not None
+    yield ("reward.overlong_tokens", 1 <= (span or 0) <= most if punished else span is None,
+           f"in 1..{most} (rollout.max_new_tokens) with reward.overlong, and null without")
     taken = {f.name for f in fields(reward)} | LOGGED_NAMES
     own = reward.custom if isinstance(reward.custom, dict) else {}
     yield ("reward.custom", not own.keys() & taken, "weights of functions whose names are none of "

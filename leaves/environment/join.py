@@ -29,7 +29,8 @@ from rollout import Engine
 def tokenizer(cfg: Any, plain: Tokenizer) -> Tokenizer:
     """Let prompts describe the tools of an environment, and the tokenizer hold it."""
     if file := open_environment(cfg.environment):
-        plain.describe_tools(file.tools)
+        plain.tools = [*file.tools] or None
+        plain.opened = plain.find_opened()
         plain.file = file.fitted(plain)
         if file.tools and plain.file.format == "plain" and not cfg.data.system_prompt:
             dist.say("environment.format=plain: the chat template has no place for tools, so no prompt "

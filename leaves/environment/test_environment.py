@@ -316,7 +316,7 @@ def test_a_template_with_a_place_for_tools_gets_them_and_names_the_format(tmp_pa
         replace(file, settings=replace(file.settings, format="qwen")).fitted(tokenizer)
     own = with_template(tmp_path, "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<tool_call>"
                         "{% endif %}" + TOKENIZER.source)
-    own.describe_tools(file.tools)
+    own.tools = file.tools
     assert file.fitted(own).format == "qwen"
     assert json.loads(own.render("2 + 3?", None).splitlines()[0]) == file.tools[0]
 

@@ -181,7 +181,7 @@ def test_what_is_trained_is_float32_and_small_and_all_else_frozen_in_halves(targ
     named = {f"layers.{i}.{name}.lora_{factor}" for i in range(2) for name in lora.TARGETS[targets] for factor in "AB"
              if "gate_up" not in name}
     heads = {"value.weight", "value.bias"}
-    for (model, optimizers), expected in zip(learner.checkpoint_roles(made).values(), (
+    for (model, optimizers), expected in zip([(made.policy, made.optimizers), *made.roles.values()], (
             named, heads | {f"backbone.{name}" for name in named}), strict=True):
         trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
         assert trained == dict.fromkeys(expected, torch.float32)
