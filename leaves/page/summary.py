@@ -28,10 +28,8 @@ def keys_of(score: str) -> list[str]:
 
 def score_cell(line: dict, score: str) -> str:
     """Write a score with its interval; "-" where there is none: no answer has a reward, say."""
-    if line.get(score) is None:
-        return "-"
     place, _, kind = score.rpartition("/")
-    figures = {key: line[f"{place}/{key}"] for key in (kind, *SCORES[kind])}
+    figures = {key: line.get(f"{place}/{key}") for key in (kind, *SCORES[kind])}
     return "-" if None in figures.values() else score_text(figures, kind)
 
 

@@ -81,8 +81,8 @@ def score_table(groups: Groups, score: str) -> Table:
     table = tabulate(groups, columns | {"at its end": lambda run: run.series(score)[1][-1]}, score)
     for row, group in zip(table[1:], groups.values(), strict=True):
         if len(group) == 1:  # the interval of the evaluation itself
-            lines = [line for line in group[0].evals if line.get(score) is not None]
-            row[2], row[-1] = score_cell(lines[0], score), score_cell(lines[-1], score)
+            cells = [score_cell(line, score) for line in group[0].evals if line.get(score) is not None]
+            row[2], row[-1] = cells[0], cells[-1]
     return table
 
 
