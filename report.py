@@ -82,14 +82,13 @@ def remarks_on(run: LoggedRun) -> list[str]:
     return said
 
 
-def page_texts(runs: list[LoggedRun]) -> Markup:
-    """Write the data of script.js as JSON; no text in it can end the <script> or begin a comment."""
+def page_texts(runs: list[LoggedRun]) -> list[dict]:
+    """Choose the data of script.js."""
     most = TEXTS // len(runs) // 2
     shown = [{"samples": choose_completions(run, most), "held_out": choose_answers(run, most)}
              for run in runs]
     # Without NaN, which is no JSON.
-    finite = json.loads(json.dumps(shown), parse_constant=lambda name: None)
-    return Markup(json.dumps(finite, ensure_ascii=False).replace("<", "\\u003c"))
+    return json.loads(json.dumps(shown), parse_constant=lambda name: None)
 
 
 def describe_progress(run: LoggedRun) -> list[str]:
