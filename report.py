@@ -59,11 +59,12 @@ def write_report(folders: list[Path], out: Path, level: float | None = None, ref
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(PARTS), autoescape=True, trim_blocks=True,
                                      lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.policies["json.dumps_kwargs"] = {}  # the components of a reward stay in their order
     page = environment.get_template("page.html").render(
         title=runs[0].folder.resolve().name if len(runs) == 1 else f"{len(runs)} runs",
-        runs=runs, groups=groups, facts=list(map(describe_progress, runs)), sections=draw_sections(groups),
+        runs=runs, groups=groups, progress=describe_progress, sections=draw_sections(groups),
         tables=tables, remarks=remarks, data=page_texts(runs), written=f"{datetime.now():%Y-%m-%d %H:%M:%S}",
-        refresh=refresh, style=Markup((PARTS / "style.css").read_text()), script=Markup(script),
+        refresh=refresh, script=Markup(script),
         script_hash=f"sha256-{digest}")
     numbers = [f"## {title}\n\n```\n" + "\n".join(align(rows)) + "\n```" for title, rows in tables.items()]
     for name, text in {"report.md": "\n\n".join([*remarks, *numbers, ""]), "report.html": page}.items():

@@ -142,14 +142,10 @@ def fit_values(critic: CriticLearner, learner: Learner, rolled: Rolled, step: in
     norms = []
     rate = learning_rate(step, critic.optim, learner.steps)
     with clock.phase("pack"):
-        minibatches = split_minibatches(critic, learner, rolled, step)
-        packed = [learner.rows(minibatch) for minibatch in minibatches]
+        packed = [[(row, rewards_of(minibatch, row)) for row in learner.rows(minibatch)]
+                  for minibatch in split_minibatches(critic, learner, rolled, step)]
     with clock.phase("score"):
-        batches = [[] for _ in minibatches]
-        for batch, minibatch, rows in zip(batches, minibatches, packed, strict=True):
-            for row in rows:
-                reward_S = rewards_of(minibatch, row)
-                batch.append((row, reward_S, critic_target(critic, learner, row, reward_S)))
+        batches = [[(*given, critic_target(critic, learner, *given)) for given in batch] for batch in packed]
     with clock.phase("critic"):
         for epoch in range(critic.settings.epochs):
             for batch in batches:

@@ -53,7 +53,7 @@ class DraftHistory(PromptHistory):
     """The history of prompts, and the tokens of each prompt's newest completions."""
 
     def __init__(self, history: PromptHistory):
-        super().__init__(history.prompts, history.pruning, history.seed, history.middle)
+        vars(self).update(vars(history))
         self.drafts: dict[Ids, Drafts] = {}  # by the tokens of prompts
 
     def record(self, rolled: Rolled) -> None:

@@ -116,21 +116,19 @@ class VotingSampler:
         groups = self.sampler.rollout(draws)
         kept = [draw for draw in draws if draw.kept]
         samples = [list(group.samples) for group in groups]
-        ballots = self.vote(samples)
+        ballots = dict(enumerate(self.vote(samples)))
         needed, most, chunk = count_needed(self.settings), self.settings.most, self.settings.chunk
         for count in range(self.sampler.sampling.group_size, most, chunk):  # that the undecided have
-            undecided = [n for n, ballot in enumerate(ballots) if find_leader(ballot)[1] < needed]
+            undecided = [n for n, ballot in ballots.items() if find_leader(ballot)[1] < needed]
             if not undecided:
                 break
             following = range(count, min(count + chunk, most))  # as a larger group would have them
             added = self.sampler.rollout([kept[n] for n in undecided], following)
             for n, group in zip(undecided, added, strict=True):
                 samples[n] += group.samples
-            voted = self.vote([samples[n] for n in undecided])
-            for n, ballot in zip(undecided, voted, strict=True):
-                ballots[n] = ballot
+            ballots |= zip(undecided, self.vote([samples[n] for n in undecided]), strict=True)
         # Each rank compares the labels of its `local_slice` with the data's.
-        counted = list(zip(groups, ballots, samples, strict=True))
+        counted = list(zip(groups, ballots.values(), samples, strict=True))
         votes = dist.gather([sum_up_votes(*given) for given in dist.local_slice(counted)])
         return [VotedGroup(replace(group.prompt, answer=vote.label or ""), group.samples, vote)
                 for group, vote in zip(groups, votes, strict=True)]
