@@ -182,13 +182,12 @@ def split_minibatches(critic: CriticLearner, learner: Learner, rolled: Rolled, s
     generator = torch.Generator().manual_seed(dist.seed_for(learner.seed, step, "critic"))
     shuffled_K = ended_K[torch.randperm(len(ended_K), generator=generator)]
     minibatches = []
-    for members_K in shuffled_K.tensor_split(critic.settings.minibatches):
-        if len(members_K):
-            keep_NG = torch.zeros_like(ended_NG)
-            keep_NG.view(-1)[members_K] = True
-            weight_NG = keep_NG * weight_N1
-            weight_NG = weight_NG / (len_NG * weight_NG).sum()
-            minibatches.append(Minibatch(groups, keep_NG, torch.zeros_like(reward_NG), weight_NG, reward_NG))
+    for members_K in filter(len, shuffled_K.tensor_split(critic.settings.minibatches)):
+        keep_NG = torch.zeros_like(ended_NG)
+        keep_NG.view(-1)[members_K] = True
+        weight_NG = keep_NG * weight_N1
+        weight_NG = weight_NG / (len_NG * weight_NG).sum()
+        minibatches.append(Minibatch(groups, keep_NG, torch.zeros_like(reward_NG), weight_NG, reward_NG))
     return minibatches
 
 

@@ -65,8 +65,9 @@ def write_card(run: Path) -> Path:
               for score in scores_of(evals)]
     base, licence = cfg.model.path, licence_of(cfg.model.path)
     head = ModelCardData(
-        library_name="transformers", pipeline_tag="text-generation", tags=["winnow", "reinforcement-learning"],
-        license=licence, base_model=None if find_path(base).is_dir() else base,
+        library_name="transformers", pipeline_tag="text-generation",
+        tags=["winnow", "reinforcement-learning"], license=licence,
+        base_model=None if find_path(base).is_dir() else base,
         datasets=[name for name in cfg.data.train.split(",") if not find_path(name).exists()] or None)
     with blame_file(run / "env.json"):
         ran_on = json.loads((run / "env.json").read_text())

@@ -65,11 +65,11 @@ def settings_table(groups: Groups) -> Table:
     every = [group[0].compared for group in groups.values()]
     keys = dict.fromkeys(key for settings in every for key in settings)
     keys = [key for key in keys if len({repr(settings.get(key, ABSENT)) for settings in every}) > 1]
-    rows = []
-    for label, group in groups.items():
-        own, seeds = group[0].settings, ", ".join(str(run.settings.get("seed", 0)) for run in group)
+    rows = [["run", "seeds", *keys]]
+    for (label, group), own in zip(groups.items(), every, strict=True):
+        seeds = ", ".join(str(run.settings.get("seed", 0)) for run in group)
         rows.append([label, seeds, *(format_value(own.get(key, ABSENT)) for key in keys)])
-    return [["run", "seeds", *keys], *rows]
+    return rows
 
 
 def score_table(groups: Groups, score: str) -> Table:
