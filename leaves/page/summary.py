@@ -5,7 +5,7 @@ A score is the accuracy or the mean reward on an evaluation set, under its name 
 
 import math
 import sys
-from collections import defaultdict
+from collections import Counter
 from pathlib import Path
 
 from infra.figures import SCORES, score_text
@@ -55,7 +55,7 @@ def summary(folder: Path) -> str:
 
 def phase_seconds(lines: list[dict]) -> dict[str, float]:
     """Add up the seconds of each phase over the lines of a metrics log, in the order of the phases there."""
-    seconds = defaultdict(float)
+    seconds = Counter()
     for line in lines:
         for key, value in line.items():
             if key.startswith("time/"):

@@ -135,11 +135,9 @@ class VotingSampler:
 
     def vote(self, samples: list[list[Sample]]) -> list[Ballot]:
         """Read the votes of each prompt's completions; each rank reads its `local_slice`."""
-        ballots = []
-        for of_prompt in dist.local_slice(samples):
-            answers = [extract(self.sampler.tokenizer.read(sample)[-1]) for sample in of_prompt]
-            ballots.append(classify(answers))
-        return dist.gather(ballots)
+        read = self.sampler.tokenizer.read
+        return dist.gather([classify([extract(read(sample)[-1]) for sample in of_prompt])
+                            for of_prompt in dist.local_slice(samples)])
 
     def score(self, groups: list[Group]) -> Rewards:
         """Score by the labels that were voted for."""
