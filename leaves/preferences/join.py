@@ -49,7 +49,7 @@ class Pairs:
     """Compute the advantages of an update's mini-batches, and count their pairs."""
 
     def __init__(self):
-        self.margins: list[Tensor] = []
+        self.count = self.margin = self.right = 0
 
     @torch.no_grad()
     def compare(self, learner: Any, minibatch: Any, prepared: list[PreparedRow]) -> list[PreparedRow]:
@@ -64,18 +64,21 @@ class Pairs:
         for given in prepared:
             adv_S = torch.stack([adv_NG[n, g] for n, g in given.row.members]).to(given.adv_C)
             compared.append(replace(given, adv_C=adv_S[given.row.segment_C]))
-        gap_NGG = ratio_NG[:, :, None] - ratio_NG[:, None, :]
-        self.margins.append(gap_NGG[mark_pairs(reward_NG, settings.pairs)])
+        margin = (ratio_NG[:, :, None] - ratio_NG[:, None, :])[mark_pairs(reward_NG, settings.pairs)]
+        self.count += len(margin)
+        self.margin += margin.sum().item()
+        self.right += (margin > 0).sum().item()
         return compared
 
     def metrics(self, *_: object) -> Metrics:
         """Compute means over the pairs of all optimizer steps of an update, and begin anew; empty without
         pairs."""
-        margins, self.margins = torch.cat([torch.empty(0), *self.margins]), []
-        if not len(margins):
-            return {}
-        return {"preference/margin": margins.mean().item(),
-                "preference/accuracy": (margins > 0).double().mean().item()}
+        measured = {}
+        if self.count:
+            measured = {"preference/margin": self.margin / self.count,
+                        "preference/accuracy": self.right / self.count}
+        self.__init__()
+        return measured
 
 
 def log_ratios(learner: Any, prepared: list[PreparedRow], reward_NG: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def test_margins_are_of_the_policy_before_each_optimizer_step(tmp_path, monkeypa
 def test_metrics_are_left_out_where_there_are_no_pairs():
     pairs = Pairs()
     assert pairs.metrics() == {}
-    pairs.margins = [torch.tensor([1.0, 1.0]), torch.tensor([-1.0, 1.0])]
+    pairs.count, pairs.margin, pairs.right = 4, 2.0, 3
     assert pairs.metrics() == {"preference/margin": 0.5, "preference/accuracy": 0.75}
     assert pairs.metrics() == {}  # each update begins anew
 
