@@ -14,8 +14,8 @@ if __name__ == "__main__":  # before the imports that take seconds
     viewers.of_chat(__doc__)
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 from itertools import cycle
 
 import config
@@ -27,7 +27,7 @@ from infra.device import engine_spec, find_device, fit_engine
 from infra.signals import exit_status
 from infra.tokenizer import Tokenizer, as_messages
 from infra.weights import read_shape
-from records import Problem, Prompt, Request
+from records import Prompt, Request
 from rollout import start_engine
 from settings import leaves
 from settings.paths import user_path
@@ -50,8 +50,13 @@ class Conversation:
         kind, spec = fit_engine(cfg.rollout.engine, spec)
         self.engine, _ = leaves.through("engine", cfg, (start_engine(kind, spec), self.tokenizer))
         self.engine.sync(load_policy(spec.folder, spec.dtype))
-        self.problems: Iterator[Problem] | None = None  # of data.eval, once one is asked for
         self.messages, self.row = [], {}
+
+    @cached_property
+    def problems(self) -> cycle:
+        """Read the problems of data.eval."""
+        sets = load_sets(self.cfg.data, self.tokenizer, self.cfg.reward)
+        return cycle([problem for held_out in sets for problem in held_out.problems])
 
     def say(self, line: str) -> str:
         """Answer a line, or do what the command in it says."""
@@ -61,9 +66,6 @@ class Conversation:
         if line == "/problem":
             if self.cfg.data.eval is None:
                 raise ConfigError("/problem: data.eval names no set; --set data.eval=...")
-            if self.problems is None:
-                sets = load_sets(self.cfg.data, self.tokenizer, self.cfg.reward)
-                self.problems = cycle([problem for held_out in sets for problem in held_out.problems])
             problem = next(self.problems)
             self.messages, self.row = [], problem.row
             text = self.answer(as_messages(problem.messages or problem.question, None))

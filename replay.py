@@ -58,10 +58,9 @@ Arms = dict[str, tuple[Config, Batch]]  # prunings: the step's settings, and its
 
 def step_config(folder: Path, step: int, changes: list[str]) -> Config:
     """Read the config that a step ran with, and change it."""
-    path = folder / "config.yaml"
-    for earlier in sorted(folder.glob("config_until_*[0-9].yaml"), reverse=True):
-        if step <= int(earlier.stem.rpartition("_")[2]):
-            path = earlier
+    earlier = [path for path in folder.glob("config_until_*[0-9].yaml")
+               if step <= int(path.stem.rpartition("_")[2])]
+    path = min(earlier, default=folder / "config.yaml")
     # The user's own files may have changed since the run began: read the copies made then.
     copies = [f"{setting}={json.dumps(str(folder / name))}"
               for setting, name in runfolder.COPIES.items() if (folder / name).is_file()]

@@ -59,11 +59,12 @@ def write_report(folders: list[Path], out: Path, level: float | None = None, ref
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(PARTS), autoescape=True, trim_blocks=True,
                                      lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.policies["json.dumps_kwargs"] = {}  # the components of a reward stay in their order
     page = environment.get_template("page.html").render(
         title=runs[0].folder.resolve().name if len(runs) == 1 else f"{len(runs)} runs",
-        runs=runs, groups=groups, facts=list(map(describe_progress, runs)), sections=draw_sections(groups),
+        runs=runs, groups=groups, progress=describe_progress, sections=draw_sections(groups),
         tables=tables, remarks=remarks, data=page_texts(runs), written=f"{datetime.now():%Y-%m-%d %H:%M:%S}",
-        refresh=refresh, style=Markup((PARTS / "style.css").read_text()), script=Markup(script),
+        refresh=refresh, script=Markup(script),
         script_hash=f"sha256-{digest}")
     numbers = [f"## {title}\n\n```\n" + "\n".join(align(rows)) + "\n```" for title, rows in tables.items()]
     for name, text in {"report.md": "\n\n".join([*remarks, *numbers, ""]), "report.html": page}.items():
@@ -82,14 +83,13 @@ def remarks_on(run: LoggedRun) -> list[str]:
     return said
 
 
-def page_texts(runs: list[LoggedRun]) -> Markup:
-    """Write the data of script.js as JSON; no text in it can end the <script> or begin a comment."""
+def page_texts(runs: list[LoggedRun]) -> list[dict]:
+    """Choose the data of script.js."""
     most = TEXTS // len(runs) // 2
     shown = [{"samples": choose_completions(run, most), "held_out": choose_answers(run, most)}
              for run in runs]
     # Without NaN, which is no JSON.
-    finite = json.loads(json.dumps(shown), parse_constant=lambda name: None)
-    return Markup(json.dumps(finite, ensure_ascii=False).replace("<", "\\u003c"))
+    return json.loads(json.dumps(shown), parse_constant=lambda name: None)
 
 
 def describe_progress(run: LoggedRun) -> list[str]:

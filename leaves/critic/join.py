@@ -142,14 +142,10 @@ def fit_values(critic: CriticLearner, learner: Learner, rolled: Rolled, step: in
     norms = []
     rate = learning_rate(step, critic.optim, learner.steps)
     with clock.phase("pack"):
-        minibatches = split_minibatches(critic, learner, rolled, step)
-        packed = [learner.rows(minibatch) for minibatch in minibatches]
+        packed = [[(row, rewards_of(minibatch, row)) for row in learner.rows(minibatch)]
+                  for minibatch in split_minibatches(critic, learner, rolled, step)]
     with clock.phase("score"):
-        batches = [[] for _ in minibatches]
-        for batch, minibatch, rows in zip(batches, minibatches, packed, strict=True):
-            for row in rows:
-                reward_S = rewards_of(minibatch, row)
-                batch.append((row, reward_S, critic_target(critic, learner, row, reward_S)))
+        batches = [[(*given, critic_target(critic, learner, *given)) for given in batch] for batch in packed]
     with clock.phase("critic"):
         for epoch in range(critic.settings.epochs):
             for batch in batches:
@@ -186,13 +182,12 @@ def split_minibatches(critic: CriticLearner, learner: Learner, rolled: Rolled, s
     generator = torch.Generator().manual_seed(dist.seed_for(learner.seed, step, "critic"))
     shuffled_K = ended_K[torch.randperm(len(ended_K), generator=generator)]
     minibatches = []
-    for members_K in shuffled_K.tensor_split(critic.settings.minibatches):
-        if len(members_K):
-            keep_NG = torch.zeros_like(ended_NG)
-            keep_NG.view(-1)[members_K] = True
-            weight_NG = keep_NG * weight_N1
-            weight_NG = weight_NG / (len_NG * weight_NG).sum()
-            minibatches.append(Minibatch(groups, keep_NG, torch.zeros_like(reward_NG), weight_NG, reward_NG))
+    for members_K in filter(len, shuffled_K.tensor_split(critic.settings.minibatches)):
+        keep_NG = torch.zeros_like(ended_NG)
+        keep_NG.view(-1)[members_K] = True
+        weight_NG = keep_NG * weight_N1
+        weight_NG = weight_NG / (len_NG * weight_NG).sum()
+        minibatches.append(Minibatch(groups, keep_NG, torch.zeros_like(reward_NG), weight_NG, reward_NG))
     return minibatches
 
 

@@ -13,7 +13,6 @@ selection, and a prompt outside the band may never come back. The release accept
 Dimension key:  K prompts of the data,  M of them in one step,  D features,  H hidden.
 """
 
-import math
 import sys
 from copy import deepcopy
 from dataclasses import replace
@@ -86,7 +85,7 @@ class FilteredHistory(PromptHistory):
     """
 
     def __init__(self, history: PromptHistory, source: Path):
-        super().__init__(history.prompts, history.pruning, history.seed, history.middle)
+        vars(self).update(vars(history))
         self.steps = 0    # done
         self.outside = 0  # prompts in a row that were outside the band
         self.newest: dict[int, float] = {}  # estimate: history; share of right answers in the newest group
@@ -139,17 +138,14 @@ class FilteredHistory(PromptHistory):
         """Take the estimator's one step of this step, on the prompts that were rolled out and graded, or
         remember their shares of right answers."""
         self.steps += 1
-        accuracy_N = rolled.rewards.components["accuracy"].nanmean(dim=1).tolist()
-        numbers, shares, confidences = [], [], []
-        for draw, group, share in zip(rolled.kept, rolled.groups, accuracy_N, strict=True):
-            if not math.isnan(share):
-                numbers.append(draw.number)
-                shares.append(share)
-                confidences.append([sum(sample.logp) / sample.own for sample in group.samples])
+        kept, right_N = rolled.kept, rolled.rewards.components["accuracy"].nanmean(dim=1)
+        graded = (~right_N.isnan()).nonzero()[:, 0].tolist()
+        numbers, right_M = [kept[n].number for n in graded], right_N[graded]
         if self.pruning.estimate == "history":
-            self.newest |= dict(zip(numbers, shares, strict=True))
+            self.newest |= zip(numbers, right_M.tolist(), strict=True)
         elif numbers:
-            right_M = torch.tensor(shares, dtype=torch.float64)
+            confidences = [[sum(sample.logp) / sample.own for sample in rolled.groups[n].samples]
+                           for n in graded]
             confidence_M = torch.tensor(confidences, dtype=torch.float64).mean(dim=1).exp()
             estimator_loss(self.logits(numbers), right_M, confidence_M).backward()
             nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)

@@ -53,7 +53,7 @@ class DraftHistory(PromptHistory):
     """The history of prompts, and the tokens of each prompt's newest completions."""
 
     def __init__(self, history: PromptHistory):
-        super().__init__(history.prompts, history.pruning, history.seed, history.middle)
+        vars(self).update(vars(history))
         self.drafts: dict[Ids, Drafts] = {}  # by the tokens of prompts
 
     def record(self, rolled: Rolled) -> None:
@@ -63,10 +63,8 @@ class DraftHistory(PromptHistory):
 
     def state(self) -> dict:
         """Return the state with the drafts of every prompt, about 5 bytes a token on disk."""
-        written = []
-        for prompt in self.prompts:
-            written.append([ids.tobytes() for ids in self.drafts.get(prompt.ids, ())])
-        return super().state() | {"drafts": written}
+        return super().state() | {"drafts": [
+            [ids.tobytes() for ids in self.drafts.get(prompt.ids, ())] for prompt in self.prompts]}
 
     def restore(self, state: dict) -> None:
         super().restore(state)

@@ -26,7 +26,10 @@ def room(choice: Choice) -> float:
 def decide(cfg: Config, choice: Choice) -> Choice:
     """Choose rows, recomputation, sleep and slots. A run that goes on takes those of its checkpoint again if
     memory has room for them, so that it stays the same run; it may sleep now."""
-    here = next((again for again in taken_again(choice) if used(again, choice) <= choice.machine.free), None)
+    again = [choose_simply(choice)] if choice.saved else []
+    if cfg.rollout.sleep == "auto":
+        again += [with_value(same, "rollout.sleep", "always") for same in again]
+    here = next((same for same in again if used(same, choice) <= choice.machine.free), None)
     if here is None:
         here = choose_sleep(choice)
         slots = largest_that_fits(
@@ -34,15 +37,6 @@ def decide(cfg: Config, choice: Choice) -> Choice:
             lambda slots: used(with_value(here, "rollout.slots", slots), choice, "rollout"))
         here = with_value(here, "rollout.slots", slots or 1)
     return replace(choice, cfg=here, remarks=(*choice.remarks, *explain_choice(cfg, here, choice)))
-
-
-def taken_again(choice: Choice) -> Iterator[Config]:
-    """Yield the choices of the checkpoint that a run goes on from, and with an engine that sleeps."""
-    if choice.saved:
-        again = choose_simply(choice)
-        yield again
-        if choice.cfg.rollout.sleep == "auto":
-            yield with_value(again, "rollout.sleep", "always")
 
 
 def choose_sleep(choice: Choice) -> Config:

@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-import yaml
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import HfApi, ModelCard, ModelCardData
 
 import config
 from config import ConfigError, dump
@@ -14,7 +13,8 @@ from leaves.page.summary import score_cell, scores_of
 from settings.paths import find_path
 
 CARD = """---
-{head}---
+{head}
+---
 # {name}
 
 `{cfg.model.path}` after {cfg.steps} steps of reinforcement learning, by Winnow at commit `{ran_on[commit]}`.
@@ -64,15 +64,15 @@ def write_card(run: Path) -> Path:
     scores = [f"- {score}: {score_cell(evals[0], score)}, then {score_cell(evals[-1], score)}"
               for score in scores_of(evals)]
     base, licence = cfg.model.path, licence_of(cfg.model.path)
-    head = {"library_name": "transformers", "pipeline_tag": "text-generation",
-            "tags": ["winnow", "reinforcement-learning"],
-            "license": licence,
-            "base_model": None if find_path(base).is_dir() else base,
-            "datasets": [name for name in cfg.data.train.split(",") if not find_path(name).exists()]}
+    head = ModelCardData(
+        library_name="transformers", pipeline_tag="text-generation",
+        tags=["winnow", "reinforcement-learning"], license=licence,
+        base_model=None if find_path(base).is_dir() else base,
+        datasets=[name for name in cfg.data.train.split(",") if not find_path(name).exists()] or None)
     with blame_file(run / "env.json"):
         ran_on = json.loads((run / "env.json").read_text())
         text = CARD.format(
-            head=yaml.safe_dump({key: said for key, said in head.items() if said}, sort_keys=False),
+            head=head.to_yaml(),
             name=run.resolve().name,
             cfg=cfg,
             scores="\n".join(scores),

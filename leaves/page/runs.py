@@ -1,7 +1,5 @@
 """Read run folders, and put the runs of one config together."""
 
-import os
-import re
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
@@ -100,36 +98,21 @@ def name_settings(settings: dict, path: str = "") -> dict[str, Any]:
 
 
 def group_runs(runs: list[LoggedRun]) -> Groups:
-    """Put runs of one config together, under what the names of their folders begin with.
+    """Put runs of one config together, under the name of the first one's folder.
 
     Raises ConfigError for a folder given twice, and for two finished runs of one config and seed: they are
     one observation.
     """
-    if len({run.folder.resolve() for run in runs}) < len(runs):
-        raise ConfigError("a run folder is given twice; give each once")
     groups: dict[str, list[LoggedRun]] = {}  # settings -> runs
     for run in runs:
         groups.setdefault(repr(run.compared), []).append(run)
     for group in groups.values():
-        seeds = [run.settings.get("seed") for run in group if run.finished]
-        if len(set(seeds)) < len(seeds):
+        known = {run.settings.get("seed") if run.finished else run.folder.resolve() for run in group}
+        if len(known) < len(group):
             folders = ", ".join(str(run.folder) for run in group)
             raise ConfigError(f"of {folders} two have the same config and seed; give each run once")
-    if len(groups) == 1:
-        return {runs[0].folder.resolve().name: runs}
-    folders = [run.folder for run in runs]
-    names = dict(zip(folders, short_names(folders), strict=True))
-    labels = [label_of([names[run.folder] for run in group]) for group in groups.values()]
-    if len({*labels} - {""}) < len(labels):
-        labels = [names[group[0].folder] for group in groups.values()]
-    return dict(zip(labels, groups.values(), strict=True))
-
-
-def label_of(names: list[str]) -> str:
-    """Return what names begin with, without the number of a seed or its beginning: keep2_s0 and keep2_s1 are
-    keep2, k10 and k11 are k."""
-    begin = os.path.commonprefix(names)
-    return re.sub(r"[\W_]+((s|seed)\d*)?$", "", begin if begin in names else begin.rstrip("0123456789"))
+    names = short_names([group[0].folder for group in groups.values()])
+    return dict(zip(names, groups.values(), strict=True))
 
 
 def format_value(value: Any) -> str:

@@ -1,6 +1,7 @@
 """Choose the completions and held-out answers of a page, which says what it leaves out."""
 
 import json
+from collections import defaultdict
 from pathlib import Path
 
 from infra import runfolder
@@ -17,12 +18,11 @@ def choose(items: list[dict], most: int) -> tuple[list[dict], int]:
 
 def choose_completions(run: LoggedRun, most: int) -> dict:
     """Choose the steps to show: {"every": k, "steps": [{"step", "groups": [line of samples.jsonl]}]}."""
-    path, by_step = run.folder / "samples.jsonl", {}
+    path, by_step = run.folder / "samples.jsonl", defaultdict(list)
     with blame_file(path):
         for line in read_log(path):
-            group = {**line, "mean_reward": mean_reward(line["completions"])}
-            by_step.setdefault(line["step"], {"step": line["step"], "groups": []})["groups"].append(group)
-    steps, every = choose(list(by_step.values()), most)
+            by_step[line["step"]].append(line | {"mean_reward": mean_reward(line["completions"])})
+    steps, every = choose([{"step": step, "groups": groups} for step, groups in by_step.items()], most)
     return {"every": every, "steps": steps}
 
 

@@ -5,7 +5,7 @@ A score is the accuracy or the mean reward on an evaluation set, under its name 
 
 import math
 import sys
-from collections import defaultdict
+from collections import Counter
 from pathlib import Path
 
 from infra.figures import SCORES, score_text
@@ -28,10 +28,8 @@ def keys_of(score: str) -> list[str]:
 
 def score_cell(line: dict, score: str) -> str:
     """Write a score with its interval; "-" where there is none: no answer has a reward, say."""
-    if line.get(score) is None:
-        return "-"
     place, _, kind = score.rpartition("/")
-    figures = {key: line[f"{place}/{key}"] for key in (kind, *SCORES[kind])}
+    figures = {key: line.get(f"{place}/{key}") for key in (kind, *SCORES[kind])}
     return "-" if None in figures.values() else score_text(figures, kind)
 
 
@@ -57,7 +55,7 @@ def summary(folder: Path) -> str:
 
 def phase_seconds(lines: list[dict]) -> dict[str, float]:
     """Add up the seconds of each phase over the lines of a metrics log, in the order of the phases there."""
-    seconds = defaultdict(float)
+    seconds = Counter()
     for line in lines:
         for key, value in line.items():
             if key.startswith("time/"):

@@ -65,11 +65,11 @@ def settings_table(groups: Groups) -> Table:
     every = [group[0].compared for group in groups.values()]
     keys = dict.fromkeys(key for settings in every for key in settings)
     keys = [key for key in keys if len({repr(settings.get(key, ABSENT)) for settings in every}) > 1]
-    rows = []
-    for label, group in groups.items():
-        own, seeds = group[0].settings, ", ".join(str(run.settings.get("seed", 0)) for run in group)
+    rows = [["run", "seeds", *keys]]
+    for (label, group), own in zip(groups.items(), every, strict=True):
+        seeds = ", ".join(str(run.settings.get("seed", 0)) for run in group)
         rows.append([label, seeds, *(format_value(own.get(key, ABSENT)) for key in keys)])
-    return [["run", "seeds", *keys], *rows]
+    return rows
 
 
 def score_table(groups: Groups, score: str) -> Table:
@@ -81,8 +81,8 @@ def score_table(groups: Groups, score: str) -> Table:
     table = tabulate(groups, columns | {"at its end": lambda run: run.series(score)[1][-1]}, score)
     for row, group in zip(table[1:], groups.values(), strict=True):
         if len(group) == 1:  # the interval of the evaluation itself
-            lines = [line for line in group[0].evals if line.get(score) is not None]
-            row[2], row[-1] = score_cell(lines[0], score), score_cell(lines[-1], score)
+            cells = [score_cell(line, score) for line in group[0].evals if line.get(score) is not None]
+            row[2], row[-1] = cells[0], cells[-1]
     return table
 
 

@@ -67,23 +67,23 @@ def test_a_sweep_is_told_apart_by_its_settings_and_every_cell_is_right(tmp_path,
     folders = [*good, *none, fast, killed, young]
     text = report.write_report(folders, tmp_path / "out", level=80).read_text()
     assert tables_of(folders, level=80) == {
-        "What differs": [["run", "seeds", "optim.lr"], ["1e-4", "10, 11", "1e-4"],
-                         ["1e-5", "0, 1", "1e-5"], ["3e-4", "0, 1, 2", "3e-4"]],
+        "What differs": [["run", "seeds", "optim.lr"], ["1e-4-10", "10, 11", "1e-4"],
+                         ["1e-5-0", "0, 1", "1e-5"], ["3e-4-0", "0, 1, 2", "3e-4"]],
         f"eval/few/accuracy {AT_BUDGET}": [
             ["run", "runs", "before", "10 steps", "1.055k generated tokens", "500 trained tokens", "20 seconds",
              "at its end"],
-            ["1e-4", "2", "20.0%", "89.0%", "90.0%", "90.0%", "89.0%", "89.0%"],
-            ["1e-5", "2", *["20.0%"] * 6],
-            ["3e-4", "1", "20.0% [12.0%, 28.0%]", *["-"] * 4, "85.0% [77.0%, 93.0%]"]],  # two evaluations and the start are no verdict
+            ["1e-4-10", "2", "20.0%", "89.0%", "90.0%", "90.0%", "89.0%", "89.0%"],
+            ["1e-5-0", "2", *["20.0%"] * 6],
+            ["3e-4-0", "1", "20.0% [12.0%, 28.0%]", *["-"] * 4, "85.0% [77.0%, 93.0%]"]],  # two evaluations and the start are no verdict
         "eval/few/accuracy: cost until an evaluation at 80.0%": [
             ["run", "runs", "steps", "generated tokens", "trained tokens", "seconds"],
-            ["1e-4", "2", "5.5", "628", "305", "11"], ["1e-5", "2", *["-"] * 4],
-            ["3e-4", "1", "10", "1.055k", "500", "30"]],
+            ["1e-4-10", "2", "5.5", "628", "305", "11"], ["1e-5-0", "2", *["-"] * 4],
+            ["3e-4-0", "1", "10", "1.055k", "500", "30"]],
         "Cost of a whole run": [
             ["run", "runs", "steps", "generated tokens", "trained tokens", "eval s", "step s", "update s", "rollout s"],
-            ["1e-4", "2", "10", "1.155k", "550", "11", "20", "5", "10"],
-            ["1e-5", "2", "10", "1.055k", "500", "11", "20", "5", "10"],
-            ["3e-4", "1", "10", "1.055k", "500", "3", "30", "7.5", "15"]]}
+            ["1e-4-10", "2", "10", "1.155k", "550", "11", "20", "5", "10"],
+            ["1e-5-0", "2", "10", "1.055k", "500", "11", "20", "5", "10"],
+            ["3e-4-0", "1", "10", "1.055k", "500", "3", "30", "7.5", "15"]]}
     written = (tmp_path / "out" / "report.md").read_text()
     for folder, step in ((killed, 3), (young, 0)):
         left_out = f"{folder} is left out of the tables: died after {step} of 10 steps."
@@ -181,7 +181,7 @@ def test_what_is_no_run_or_is_given_twice_is_named(tmp_path):
     (broken / "config.yaml").write_text("steps: many\n")
     for folders, out, said in (
             ([tmp_path / "nowhere"], tmp_path, "nowhere is not a run folder: it has no config.yaml"),
-            ([run, run / ".." / "run"], tmp_path, "a run folder is given twice; give each once"),
+            ([run, run / ".." / "run"], tmp_path, "two have the same config and seed; give each run once"),
             ([run, twin], tmp_path, "two have the same config and seed; give each run once"),
             ([run], run / "config.yaml", "config.yaml is a file; give a folder"),
             ([broken], tmp_path, "broken/config.yaml: steps='many' must be a whole number")):

@@ -9,7 +9,6 @@ Dimension key:  C completion tokens of this rank's rows.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -170,7 +169,7 @@ def check_verifier(problems: list[Problem]) -> Check:
 
 def with_answers(problems: list[Problem]) -> list[Problem]:
     """Return the first problems that have an answer."""
-    return [*islice((problem for problem in problems if problem.answer), SOLUTIONS)]
+    return [problem for problem in problems if problem.answer][:SOLUTIONS]
 
 
 def check_rewards(settings: Reward, task: Task) -> Check:
@@ -199,4 +198,4 @@ def forge(gold: str, opened: str) -> list[str]:
     """Write completions with the marks that built-in rewards look for, right ones and a wrong one."""
     thought = "<think>\nIt is so.\n</think>\n"
     texts = [f"{thought}<answer>{gold}</answer>", f"So \\boxed{{{gold}}}.", "So \\boxed{?}."]
-    return [text.removeprefix(opened.strip()) if opened else text for text in texts]
+    return [text.removeprefix(opened.strip()) for text in texts]

@@ -11,7 +11,6 @@ C completion tokens of one packed row.
 import math
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from infra import dist, runfolder, terminal
 from infra.lines import append, mend_log
 from leaves.soft_value.settings import SoftValue
 from loss import segment_sum
-from records import Group, PreparedRow, Prompt, Request, Rewards
+from records import Group, PreparedRow, Prompt, PromptDraw, Rewards
 from settings.loader import ConfigError
 
 ROUNDS_A_WRITE = 8  # all decoding slots are filled so often between two writes of the table
@@ -86,9 +85,8 @@ def estimate_table(
     the first step all were `sampled`, and are only read. Raises ConfigError if some are missing then.
     """
     path = folder / runfolder.SOFT_VALUES
-    lines = dist.on_first(mend_log, path)
-    known = {line["id"] for line in lines}
-    missing = [prompt for prompt in prompts if prompt.id not in known]
+    rewards = {line["id"]: line["rewards"] for line in dist.on_first(mend_log, path)}
+    missing = [prompt for prompt in prompts if prompt.id not in rewards]
     if missing and sampled:
         raise ConfigError(
             f"{path} lacks {len(missing)} of {len(prompts)} prompts, which only the initial policy can be "
@@ -99,29 +97,23 @@ def estimate_table(
     hidden = None if first else True  # None: unless there is a terminal
     for start in tqdm(range(0, len(missing), chunk), "soft values", unit="batch", disable=hidden):
         if first:
-            terminal.print_progress(f"soft values: {len(lines)}/{len(prompts)} prompts")
-        sampled_lines = sample_rewards(sampler, missing[start:start + chunk], settings.samples)
-        lines += sampled_lines
+            terminal.print_progress(f"soft values: {len(rewards)}/{len(prompts)} prompts")
+        newest = sample_rewards(sampler, missing[start:start + chunk], settings.samples)
+        rewards |= newest
         if first:
-            append(path, *sampled_lines)
-    rewards_by_id = {line["id"]: line["rewards"] for line in lines}
-    ids = [prompt.id for prompt in prompts]
-    reward_NK = torch.tensor([rewards_by_id[id] for id in ids], dtype=torch.float64)
-    values = dict(zip(ids, soft_value(reward_NK, settings.beta).tolist(), strict=True))
-    unknown = [id for id in ids if math.isnan(values[id])]
-    if unknown:
+            append(path, *({"id": id, "rewards": own} for id, own in newest.items()))
+    reward_NK = torch.tensor([rewards[prompt.id] for prompt in prompts], dtype=torch.float64)
+    value_N = soft_value(reward_NK, settings.beta).tolist()
+    values = {prompt.id: value for prompt, value in zip(prompts, value_N, strict=True)}
+    if unknown := [id for id, value in values.items() if math.isnan(value)]:
         raise ConfigError(
             f"advantage.kind=soft_value: no sample of {len(unknown)} prompts has a reward, {unknown[0]} "
             "among them; leave them out, or set another advantage.kind")
     return values
 
 
-def sample_rewards(sampler: Sampler, prompts: list[Prompt], count: int) -> list[dict]:
-    """Sample `count` completions of each prompt and return their rewards, as lines of soft_values.jsonl."""
-    limit = sampler.sampling.max_new_tokens
-    requests = [Request(prompt, dist.seed_for(sampler.seed, prompt.id, k, "reference"), limit)
-                for prompt in prompts for k in range(count)]
-    samples = iter(sampler.complete(requests))
-    groups = [Group(prompt, tuple(islice(samples, count))) for prompt in prompts]
+def sample_rewards(sampler: Sampler, prompts: list[Prompt], count: int) -> dict[str, list[float]]:
+    """Sample `count` completions of each prompt, by seeds of no epoch, and return their rewards by its id."""
+    groups = sampler.rollout([PromptDraw(prompt, epoch=-1) for prompt in prompts], range(count))
     rewards = sampler.score(groups).total_NG.tolist()
-    return [{"id": prompt.id, "rewards": own} for prompt, own in zip(prompts, rewards, strict=True)]
+    return {prompt.id: own for prompt, own in zip(prompts, rewards, strict=True)}

@@ -116,32 +116,28 @@ class VotingSampler:
         groups = self.sampler.rollout(draws)
         kept = [draw for draw in draws if draw.kept]
         samples = [list(group.samples) for group in groups]
-        ballots = self.vote(samples)
+        ballots = dict(enumerate(self.vote(samples)))
         needed, most, chunk = count_needed(self.settings), self.settings.most, self.settings.chunk
         for count in range(self.sampler.sampling.group_size, most, chunk):  # that the undecided have
-            undecided = [n for n, ballot in enumerate(ballots) if find_leader(ballot)[1] < needed]
+            undecided = [n for n, ballot in ballots.items() if find_leader(ballot)[1] < needed]
             if not undecided:
                 break
             following = range(count, min(count + chunk, most))  # as a larger group would have them
             added = self.sampler.rollout([kept[n] for n in undecided], following)
             for n, group in zip(undecided, added, strict=True):
                 samples[n] += group.samples
-            voted = self.vote([samples[n] for n in undecided])
-            for n, ballot in zip(undecided, voted, strict=True):
-                ballots[n] = ballot
+            ballots |= zip(undecided, self.vote([samples[n] for n in undecided]), strict=True)
         # Each rank compares the labels of its `local_slice` with the data's.
-        counted = list(zip(groups, ballots, samples, strict=True))
+        counted = list(zip(groups, ballots.values(), samples, strict=True))
         votes = dist.gather([sum_up_votes(*given) for given in dist.local_slice(counted)])
         return [VotedGroup(replace(group.prompt, answer=vote.label or ""), group.samples, vote)
                 for group, vote in zip(groups, votes, strict=True)]
 
     def vote(self, samples: list[list[Sample]]) -> list[Ballot]:
         """Read the votes of each prompt's completions; each rank reads its `local_slice`."""
-        ballots = []
-        for of_prompt in dist.local_slice(samples):
-            answers = [extract(self.sampler.tokenizer.read(sample)[-1]) for sample in of_prompt]
-            ballots.append(classify(answers))
-        return dist.gather(ballots)
+        read = self.sampler.tokenizer.read
+        return dist.gather([classify([extract(read(sample)[-1]) for sample in of_prompt])
+                            for of_prompt in dist.local_slice(samples)])
 
     def score(self, groups: list[Group]) -> Rewards:
         """Score by the labels that were voted for."""

@@ -118,7 +118,7 @@ class Pool(PromptHistory):
     every completion until a step has enough, and scores the groups that go on no more."""
 
     def __init__(self, history: PromptHistory, sampler: Sampler, settings: Windows):
-        super().__init__(history.prompts, history.pruning, history.seed, history.middle)
+        vars(self).update(vars(history))
         self.sampler, self.sampling, self.settings = sampler, sampler.sampling, settings
         self.adapts = self.sampling.until == "informative"
         self.one_by_one = settings.max_age is None  # T-PPO: a completion is a group of its own
@@ -169,10 +169,8 @@ class Pool(PromptHistory):
     def state(self) -> dict:
         pool = []
         for turn in self.begun:
-            kept = []
-            for piece in turn.so_far:
-                ids, logp, *others = astuple(piece.sample)
-                kept.append((ids.tobytes(), logp.tobytes(), *others))
+            samples = (astuple(piece.sample) for piece in turn.so_far)
+            kept = [(ids.tobytes(), logp.tobytes(), *others) for ids, logp, *others in samples]
             pool.append((turn.epoch, turn.prob, turn.weight, turn.number, turn.copy, turn.age, kept))
         return super().state() | {"pool": pool}
 
