@@ -1,6 +1,5 @@
 """Turn the errors and signals that end a program into its exit status."""
 
-import multiprocessing
 import sys
 import traceback
 from collections.abc import Callable
@@ -35,8 +34,6 @@ def exit_status(
 
     `remedy` tells how to go on with work that was stopped.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        sys.exit(1)  # a worker of the verifier that imports the main program: stop
     with redirect_stdout(Plain(sys.stdout)), redirect_stderr(Plain(sys.stderr)):
         try:
             return program() or 0

@@ -86,17 +86,11 @@ class WrongFile(Exception):
 
 
 def load(source: Source) -> dict:
-    """Run the file as a module, with its folder first on sys.path. Modules of Winnow with the names of its
-    helpers are unloaded."""
+    """Run the file as a module, with its folder first on sys.path."""
     folder = Path(source.path).resolve().parent
     for name, text in source.helpers:
         if not (folder / name).is_file() or (folder / name).read_text() != text:
             raise WrongFile(f"{name}, which it imports, has changed since the run began; restore it")
-    helpers = {Path(name).parts[0].removesuffix(".py") for name, _ in source.helpers}
-    for name, module in list(sys.modules.items()):
-        file = Path(getattr(module, "__file__", None) or "/")
-        if name.partition(".")[0] in helpers - sys.stdlib_module_names and folder not in file.parents:
-            del sys.modules[name]
     sys.path.insert(0, str(folder))
     module = ModuleType(Path(source.path).stem)
     module.__file__ = source.path
