@@ -28,8 +28,6 @@ def of_report(text: str | None) -> argparse.Namespace:
     add("--watch", type=count, nargs="?", const=10, metavar="SECONDS",
         help="go on while a run does: write the page again every so many seconds")
     add("--card", action="store_true", help="write the card of the run's model instead")
-    add("--push-to-hub", metavar="NAME",
-        help="upload export and card instead, as a private model of the hub: USER/NAME")
     return parser.parse_args()
 
 

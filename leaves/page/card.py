@@ -1,9 +1,9 @@
-"""A model card, written from a run's folder, and the way of its model to the Hugging Face hub."""
+"""A model card, written from a run's folder."""
 
 import json
 from pathlib import Path
 
-from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 import config
 from config import ConfigError, dump
@@ -97,17 +97,3 @@ def licence_of(base: str) -> str | None:
         return ModelCard.load(path / "README.md" if path.is_dir() else base).data.license
     except Exception:  # there is no card, none that can be read, or no network
         return None
-
-
-def push(run: Path, name: str) -> str:
-    """Upload a run's export and its card to the hub, as a private model there; returns its address."""
-    card = run / "hf" / "README.md"
-    if not card.exists():  # one that was edited goes as it is
-        write_card(run)
-    try:
-        made = HfApi().create_repo(name, exist_ok=True, private=True)
-        HfApi().upload_folder(repo_id=name, folder_path=card.parent, commit_message=f"Winnow {run.name}")
-    except Exception as error:  # of the hub and of the network, whose packages raise errors of many kinds
-        raise ConfigError(f"--push-to-hub {name}: {str(error).splitlines()[0]}; log in by `hf auth login`, "
-                          f"with a token that may write there. The card is in {card}") from error
-    return str(made)
