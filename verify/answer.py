@@ -120,7 +120,7 @@ def list_members(x: str) -> list[str]:
     "a \pm b" has two members, and {1, 2} in plain braces is a list. If the same names come again, the values
     between are one member: x=1, y=2, x=3, y=4 has two.
     """
-    x = re.sub(r"^[^={},;∧∨]*=\s*(?=\\\{|\{[^{}]*,)(?!.*=)", "", x.strip().replace("\\cup", "∪"))
+    x = re.sub(r"^[^={},;∧∨]*=\s*(?=\\\{|\{[^{}]*,)(?!.*=)", "", x.replace("\\cup", "∪"))
     while x[:1] == "{" and closes_at_end(x):
         x = x[1:-1].strip()
     x = re.sub('^"([^"]*)"$', r"\1", x)
@@ -160,7 +160,7 @@ def read_words(x: str) -> str | None:
 
 def split_relation(x: str) -> tuple[list[str], list[str]]:
     """Split a relation into its expressions and the signs between them."""
-    return [side.strip() for side in RELATION.split(x)], RELATION.findall(x)
+    return RELATION.split(x), RELATION.findall(x)
 
 
 def to_interval(x: str) -> str | None:
@@ -350,8 +350,8 @@ def same_relations(gold: str, answer: str, compare: Compare) -> bool:
         return same_answers(value, b[-1] if "\\in" in answer_signs else answer, compare)
     if not gold_signs and answer_signs == ["="] and NAME.fullmatch(b[1]) and not NAME.fullmatch(b[0]):
         b = b[::-1]  # 5 = x
-    gold_equals, answer_equals = set(gold_signs) == {"="}, set(answer_signs) == {"="}
-    gold_named, answer_named = gold_equals and is_name(a[0]), answer_equals and is_name(b[0])
+    answer_equals = set(answer_signs) == {"="}
+    gold_named, answer_named = set(gold_signs) == {"="} and is_name(a[0]), answer_equals and is_name(b[0])
     loose = answer_equals and LOOSE_NAME.fullmatch(b[0])
     if gold_named and not answer_signs or (answer_named or loose) and not gold_signs:
         return same_answers(a[-1], b[-1], compare)
