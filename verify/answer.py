@@ -41,7 +41,6 @@ RANGED = re.compile(rf"{VARIABLE}(?:\([a-zA-Z]\))?|\\(?:sin|cos|tan|cot) ?(?:\(?
 # The signs of a relation, but not the one within \sum_{k=1} or P(X=2).
 RELATION = re.compile(r"(?<![=<>≤≥≠])(?:=|<|>|≤|≥|≠|\\in(?![a-z]))(?![^{}]*(?<!\\)\})(?![^()\[]*\))")
 FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
-SET_SIGNS = re.compile(r"\\(?:cup|cap|setminus|backslash|infty|emptyset)(?![a-z])")
 MATRIX = re.compile(r"[\[(]*\\begin\{(?:[pbB]?(?:small)?matrix|array)\}(?:\{[lcr|]*\})?(.*?)(?:\\\\)?"
                     r"\\end\{[a-zA-Z]+\}[\])]*")
 TRANSPOSED = re.compile(r"(.*)\^\{?\\?(?:[Tt]|top|intercal)\}?")
@@ -121,7 +120,7 @@ def list_members(x: str) -> list[str]:
     "a \pm b" has two members, and {1, 2} in plain braces is a list. If the same names come again, the values
     between are one member: x=1, y=2, x=3, y=4 has two.
     """
-    x = re.sub(r"^[^={},;∧∨]*=\s*(?=\\\{|\{[^{}]*,)(?!.*=)", "", x.strip().replace("\\cup", "∪"))
+    x = re.sub(r"^[^={},;∧∨]*=\s*(?=\\\{|\{[^{}]*,)(?!.*=)", "", x.replace("\\cup", "∪"))
     while x[:1] == "{" and closes_at_end(x):
         x = x[1:-1].strip()
     x = re.sub('^"([^"]*)"$', r"\1", x)
@@ -161,7 +160,7 @@ def read_words(x: str) -> str | None:
 
 def split_relation(x: str) -> tuple[list[str], list[str]]:
     """Split a relation into its expressions and the signs between them."""
-    return [side.strip() for side in RELATION.split(x)], RELATION.findall(x)
+    return RELATION.split(x), RELATION.findall(x)
 
 
 def to_interval(x: str) -> str | None:
@@ -263,11 +262,7 @@ def same_answers(gold: str, answer: str, compare: Compare, labelled: bool = True
         shapes = {(len(list_members(x)), bool(re.search(r"[∪∨]|\\cup", x))) for x in (gold, answer)}
         # "x > 1 and x < 3" is no list of two sets, and differs from "x > 1 or x < 3".
         as_sets = len(shapes) > 1 and re.search("[<>≤≥]", gold + answer)
-        if not as_sets and same_lists(gold_items, answer_items, compare):
-            return True
-        if not (SET_SIGNS.search(gold) and SET_SIGNS.search(answer)):
-            return False
-        return compare(strip_wrapping(gold)[0], strip_wrapping(answer)[0])
+        return not as_sets and same_lists(gold_items, answer_items, compare)
     for one, other in ((gold, answer_items[0]), (answer, gold_items[0])) if labelled else ():
         if choice := CHOICE.fullmatch(other):
             letter, value = choice.groups()
@@ -355,8 +350,8 @@ def same_relations(gold: str, answer: str, compare: Compare) -> bool:
         return same_answers(value, b[-1] if "\\in" in answer_signs else answer, compare)
     if not gold_signs and answer_signs == ["="] and NAME.fullmatch(b[1]) and not NAME.fullmatch(b[0]):
         b = b[::-1]  # 5 = x
-    gold_equals, answer_equals = set(gold_signs) == {"="}, set(answer_signs) == {"="}
-    gold_named, answer_named = gold_equals and is_name(a[0]), answer_equals and is_name(b[0])
+    answer_equals = set(answer_signs) == {"="}
+    gold_named, answer_named = set(gold_signs) == {"="} and is_name(a[0]), answer_equals and is_name(b[0])
     loose = answer_equals and LOOSE_NAME.fullmatch(b[0])
     if gold_named and not answer_signs or (answer_named or loose) and not gold_signs:
         return same_answers(a[-1], b[-1], compare)
@@ -397,7 +392,7 @@ def same_values(gold: str, answer: str, compare: Compare) -> bool:
         one, members = (answer, gold_members) if gold_kind else (gold, answer_members)
         if re.match("[(m]", gold_kind + answer_kind) and re.search("[jk]", one):  # unit vectors
             return compare(one, "+".join(map("({}){}".format, members, "ijk")))
-        return bool(SET_SIGNS.search(gold) and SET_SIGNS.search(answer)) and compare(gold, answer)
+        return False  # or sets, which `answers_equal` compares
     return compare(gold_members[0], answer_members[0])
 
 

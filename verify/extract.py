@@ -172,25 +172,20 @@ def read_boxes(text: str) -> tuple[str | None, int]:
 
 def find_boxes(text: str) -> tuple[list[tuple[int, int, int, int]], bool]:
     """Find the outermost boxes: start and end of box and content. Also tell if the last is open."""
-    stack: list[tuple[int, int] | None] = []     # an open brace: starts of its box and content, or None
-    boxes = []
-    newest = -1
+    opened, boxes = [], []     # starts of open boxes and of their contents; of an open brace, itself
     for mark in BRACES.finditer(text):
         if mark["bare"]:
-            newest = mark.start()
             boxes.append((*mark.span(), *mark.span("bare")))
         elif mark[0] == "}":
-            box = stack.pop() if stack else None
-            if box:
-                while boxes and boxes[-1][0] > box[0]:
+            start, content = opened.pop() if opened else (0, 0)
+            if content > start + 1:
+                while boxes and boxes[-1][0] > start:
                     boxes.pop()
-                boxes.append((box[0], mark.end(), box[1], mark.start()))
-        elif mark[0] == "{":
-            stack.append(None)
-        elif len(mark[0]) > 2:  # and no escaped character
-            newest = mark.start()
-            stack.append(mark.span())
-    return boxes, any(box and box[0] == newest for box in stack)
+                boxes.append((start, mark.end(), content, mark.start()))
+        elif len(mark[0]) != 2:  # and no escaped character
+            opened.append(mark.span())
+    unclosed = [start for start, content in opened if content > start + 1]
+    return boxes, unclosed[-1:] > [start for start, *_ in boxes[-1:]]
 
 
 def read_phrase(tail: str) -> str:

@@ -34,6 +34,7 @@ BRACKET_PAIRS = {"(": ")", "[": "]", "{": "}", "|": "|", "\\lfloor": "\\rfloor",
 AROUND: dict[str, Callable] = {"|": sympy.Abs, "\\lfloor": sympy.floor, "\\lceil": sympy.ceiling}
 CONSTANTS = {"\\pi": sympy.pi, "\\infty": sympy.oo, "e": sympy.E, "i": sympy.I}
 OPERATORS: dict[str, Callable] = {"\\cdot": mul, "/": truediv, "\\bmod": sympy.Mod}
+FRACTIONS: dict[str, Callable] = {"\\frac": truediv, "\\binom": sympy.binomial}
 STOPS = {"", "+", "-", *OPERATORS, ")", "]", "}", "\\rfloor", "\\rceil", ",", "="}
 
 
@@ -52,7 +53,7 @@ class Reader:
     """The tokens of a formula, and the place of the next one. Its methods are the rules of the grammar."""
 
     def __init__(self, text: str):
-        self.tokens = TOKEN.findall(text)
+        self.tokens = [*TOKEN.findall(text), ""]  # "" is the end
         if "".join(self.tokens) != text.replace(" ", ""):
             raise Unread(f"a character of no token in {text!r}")
         self.place = 0
@@ -61,7 +62,7 @@ class Reader:
 
     @property
     def token(self) -> str:
-        return self.tokens[self.place] if self.place < len(self.tokens) else ""
+        return self.tokens[self.place]
 
     def take(self, *expected: str) -> str:
         token = self.token
@@ -138,9 +139,8 @@ class Reader:
             return self.series(SERIES[token])
         if token in CONSTANTS and self.token != "_" and token not in self.indices:
             return CONSTANTS[token]
-        if token in ("\\frac", "\\binom"):
-            top, bottom = self.braced(), self.braced()
-            return top / bottom if token == "\\frac" else sympy.binomial(top, bottom)
+        if token in FRACTIONS:
+            return FRACTIONS[token](self.braced(), self.braced())
         if token == "\\sqrt":
             degree = self.group(self.take()) if self.token == "[" else sympy.Integer(2)
             return bounded_power(self.braced(), 1 / degree)

@@ -25,10 +25,10 @@ CHARACTERS = str.maketrans({
     "÷": "/", "、": ",", "。": ".", "٫": ".", "٬": ","})
 # NFKC would write 4³ as 43, and 2⅓ as 21/3. These are its names for a run of small signs.
 SHIFTED = {"<super>": "^{{{}}}", "<sub>": "_{{{}}}", "<fraction>": " {}"}
-# The names of the commands that stand for a sign, and the sign.
+# What stands for a sign, commands and pairs of characters, and the sign.
 SIGNS = {name: sign + " " * sign[1:].isalpha() for *names, sign in map(str.split, r"""
-    le leq leqslant ≤, ge geq geqslant ≥, lt <, gt >, ne neq ≠, langle (, rangle ), lbrace \{, rbrace \},
-    backslash smallsetminus \setminus, colon :,
+    le leq leqslant <= =< ≤, ge geq geqslant >= => ≥, lt <, gt >, ne neq != ≠, langle (, rangle ),
+    lbrace \{, rbrace \}, backslash smallsetminus \setminus, colon :,
     ldots cdots dots \ldots, mid vert lvert rvert |, times ast \cdot, div /""".split(",")) for name in names}
 NUMERALS, FACTORS, CURRENCIES = (dict(map(str.split, text.split(","))) for text in (
     "two 2, three 3, four 4, five 5, six 6, seven 7, eight 8, nine 9, ten 10",
@@ -72,23 +72,19 @@ ABOUT_SIGN = (r"(?:\\(?:(?:thick)?approx|approxeq|simeq|eqsim|(?:fallingdots|ris
               r"[≃≐≒]|(?<![\d%}])(?<![\d}] )(?:\\(?:(?:thick)?sim|cong|textasciitilde)(?![a-zA-Z])(?:\{\})?|"
               r"[∼≅])|(?<=[a-zA-Z] )~)")
 ARGUMENT = r"\s*(\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\d|\\[a-zA-Z]+|[a-zA-Z])"
+FRACTION = rf"(\\frac|\\binom){ARGUMENT}{ARGUMENT}"
 CIRCLE = r"\s*\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})"
 TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])|\bcis")
-ORDINAL = '"?(?:st|nd|rd|th)"?'
 TWICE = r"(?<!\\)(?:\\\\)+[a-zA-Z(\[{$%]"
 ONCE = r'(?<!\\)(?:\\\\)*\\(?![\\nrt"/])'
-DEGREES = re.compile(r"(?<![\d.])(\d+(?:\.\d*)?)" + CIRCLE)
-
-
-def macro(names: str) -> str:
-    """Return the pattern of these TeX commands."""
-    return rf"\\(?:{names})(?![a-zA-Z])"
+DEGREES = re.compile(rf"(?<![\d.])(\d+(?:\.\d*)?){CIRCLE}")
 
 
 def with_braces(match: re.Match) -> str:
-    """Put braces around the arguments of a fraction that have none."""
+    """Put braces around the arguments of a fraction that have none, and of the fractions within."""
     command, *arguments = match.groups()
-    return command + "".join(x if x[0] == "{" else f"{{{x}}}" for x in arguments)
+    braced = "".join(x if x[0] == "{" else f"{{{x}}}" for x in arguments)
+    return command + re.sub(FRACTION, with_braces, braced)
 
 
 def undouble(text: str) -> str:
@@ -109,212 +105,205 @@ def write_unit(match: re.Match) -> str:
     return number + '"' + re.sub(r'\\cdot|["{}]', " ", "/".join(factors)) + '"'
 
 
-# Pattern, replacement, and an example before and after it, which is a test. They are applied in this order.
+# Pattern, replacement, and an example, before → after, which is a test. They are applied in this order.
 # Words stand in quotes; ∧ and ∨ are "and" and "or".
-RULES = [(re.compile(pattern), new, before, after) for pattern, new, before, after in (
+RULES = [(re.compile(pattern), new, example) for pattern, new, example in (
     # Characters and commands without a meaning:
     # characters that are not shown
-    ("[\u0000-\u0008\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]", "", "1\u200b2", "12"),
-    (r"\s+", " ", "1 \n 2", "1 2"),  # white space
+    ("[\u0000-\u0008\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]", "", "1\u200b2 → 12"),
+    (r"\s+", " ", "1 \n 2 → 1 2"),  # white space
     # the upright font of plain TeX
-    (r"\{\s*\\rm\s" + BODY + r"\}|\\rm" + BRACED, r"{\\mathrm{\1\2}}", r"5{\rm cm}", r"5{\mathrm{cm}}"),
-    # an equals sign at the start, boxes, sizes and fonts without an argument, colours, tags, alignments
-    (macro("boxed|fbox|displaystyle|textstyle|limits|bf|rm|small|large|Large|LARGE|huge|Huge|checkmark|"
-           "therefore|underline|hfill|noindent") + r"|^(?:[\s=]|\\#)+|\\? ?$|\\(?:text)?color\{[^{}]*\}|"
-     r"\\tag\{[^{}]*\}|(?<=matrix)\*(?=\})|(?<=matrix\*\})\[[lcr]\]", "", r"=\displaystyle 5\tag{1}", " 5"),
+    (rf"\{{\s*\\rm\s{BODY}\}}|\\rm{BRACED}", r"{\\mathrm{\1\2}}", r"5{\rm cm} → 5{\mathrm{cm}}"),
+    # an equals sign at the start, boxes, sizes, fonts without an argument, brackets' sizes, colours, tags
+    (r"\\(?:boxed|fbox|displaystyle|textstyle|limits|bf|rm|small|large|Large|LARGE|huge|Huge|checkmark|"
+     r"therefore|underline|hfill|noindent)(?![a-zA-Z])|^(?:[\s=]|\\#)+|\\? ?$|\\(?:text)?color\{[^{}]*\}|"
+     r"\\(?:left|right|middle|[bB]igg?[lr]?)(?![a-zA-Z])\.?|"
+     r"\\tag\{[^{}]*\}|(?<=matrix)\*(?=\})|(?<=matrix\*\})\[[lcr]\]", "", r"=\left(5\right)\tag{1} → (5)"),
     # Money and delimiters of formulas:
     # a currency's sign
-    (r"^\\?([\$£€¥₹])\s*([\d.,]+)$", lambda m: f'{m[2]} "{CURRENCIES[m[1]]}"', r"\$5", '5 "dollars"'),
+    (r"^\\?([\$£€¥₹])\s*([\d.,]+)$", lambda m: f'{m[2]} "{CURRENCIES[m[1]]}"', r'\$5 → 5 "dollars"'),
     # delimiters of a formula, bold markdown, a module of Python, alignment and the line before that goes on
-    (macro("pounds|euro") + r"|\b(?:np|numpy|math|sp|sympy|torch)\.(?=[a-zA-Z])|"
+    (r"\\(?:pounds|euro)(?![a-zA-Z])|\b(?:np|numpy|math|sp|sympy|torch)\.(?=[a-zA-Z])|"
      r"(?:\\\\\s*)?&\s*(?==)|(?<==)&|^[\s$]*\*\*|\*\*(?=[\s$]*$)|(?<!\\)\\[()\[\]]|\\?\$|[£€₹¥]", "",
-     "**$x$**", "x"),
+     "**$x$** → x"),
     # Sizes and fonts; texts in quotes:
-    (r"\*\*", "^", "x**2", "x^2"),  # a power as in Python
-    (r"\\[tdc](frac|binom)", r"\\\1", r"\dfrac12", r"\frac12"),  # sizes of fractions
-    (macro("left|right|middle|[bB]igg?[lr]?") + r"\.?", "", r"\left(1\right)", "(1)"),  # sizes of brackets
+    (r"\*\*", "^", "x**2 → x^2"),  # a power as in Python
+    (r"\\[tdc](frac|binom)", r"\\\1", r"\dfrac12 → \frac12"),  # sizes of fractions
     (r"\\(text|math)(rm|bf|it|sf)?(?:\s*(\d+)|\s+([a-zA-Z](?![a-zA-Z])))", r"\\\1\2{\3\4}",
-     r"\text7", r"\text{7}"),  # a font's argument without braces
-    (r"\\ang" + BRACED, r"\1^\\circ", r"\ang{5}", r"5^\circ"),  # degrees by siunitx
+     r"\text7 → \text{7}"),  # a font's argument without braces
+    (rf"\\ang{BRACED}", r"\1^\\circ", r"\ang{5} → 5^\circ"),  # degrees by siunitx
     # numbers by siunitx
-    (r"\\(?:num|SI|qty)(?:\[[^\]]*\])?" + BRACED, r"\1\\unit", r"\SI{5}{cm}", r"5\unit{cm}"),
-    (macro("si|unit") + f"(?:{BRACED})?",
+    (rf"\\(?:num|SI|qty)(?:\[[^\]]*\])?{BRACED}", r"\1\\unit", r"\SI{5}{cm} → 5\unit{cm}"),
+    (rf"\\(?:si|unit)(?![a-zA-Z])(?:{BRACED})?",
      lambda m: '"' + re.sub(r"\\(kilo|centi|milli)?\\?", r" \1", m[1] or "") + '"',
-     r"\unit{\kilo\metre}", '" kilometre"'),  # units by siunitx
-    (r"\\operatorname\s*\{(?=(?:" + "|".join(UNITS) + r")\})", r"\\mathrm{",
-     r"5\operatorname{cm}", r"5\mathrm{cm}"),  # operators that are units
+     r'\unit{\kilo\metre} → " kilometre"'),  # units by siunitx
+    (rf"\\operatorname\s*\{{(?=(?:{'|'.join(UNITS)})\}})", r"\\mathrm{",
+     r"5\operatorname{cm} → 5\mathrm{cm}"),  # operators that are units
     # an upright fraction
-    (r"\\(mathrm|text)\s*\{\s*\\frac" + BRACED + BRACED + r"\s*\}",
-     r"\\frac{\\\1{\2}}{\\\1{\3}}", r"\mathrm{\frac{m}{s}}", r"\frac{\mathrm{m}}{\mathrm{s}}"),
+    (rf"\\(mathrm|text)\s*\{{\s*\\frac{BRACED}{BRACED}\s*\}}",
+     r"\\frac{\\\1{\2}}{\\\1{\3}}", r"\mathrm{\frac{m}{s}} → \frac{\mathrm{m}}{\mathrm{s}}"),
     # functions that TeX lacks
-    (r"\\(?:operatorname|mathrm|text)\s*\{\s*(cis|lcm|gcd)\s*\}", r"\\\1 ", r"\text{cis}x", r"\cis x"),
+    (r"\\(?:operatorname|mathrm|text)\s*\{\s*(cis|lcm|gcd)\s*\}", r"\\\1 ", r"\text{cis}x → \cis x"),
     # texts, upright words
-    (r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mbox|hbox|emph)" + BRACED +
-     r"|\\mathrm\s*\{((?![eid]\})(?:[^{}\\]|\{[^{}]*\}|\\(?:cdot|times|mu|Omega|[,:;! ]))*)\}|"
-     r"^\\(triangle\s*[A-Z]{3})$", r'"\1\2\3"', r"5 \mathrm{cm} \text{east}", '5 "cm" "east"'),
+    (rf"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mbox|hbox|emph){BRACED}|"
+     r"\\mathrm\s*\{((?![eid]\})(?:[^{}\\]|\{[^{}]*\}|\\(?:cdot|times|mu|Omega|[,:;! ]))*)\}|"
+     r"^\\(triangle\s*[A-Z]{3})$", r'"\1\2\3"', r'5 \mathrm{cm} \text{east} → 5 "cm" "east"'),
     (r"\\(?:mathrm|mathbf|mathit|mathsf|boldsymbol|bm|operatorname|mathcal)\s*\{([^{}]*)\}|"
      r"^\\overline\s*\{([A-Z]{2})\}(?=\s*=)",
-     r"\1\2", r"\mathbf{v}", "v"),  # fonts, a segment's length
+     r"\1\2", r"\mathbf{v} → v"),  # fonts, a segment's length
     # cases and lines
     (r"\\begin\{((?:cases|align|gather|equation|split)(?:ed)?\*?)\}(.*)\\end\{\1\}",
-     lambda m: m[2].replace("\\\\", ","), r"\begin{cases}x=1\\y=2\end{cases}", "x=1,y=2"),
+     lambda m: m[2].replace("\\\\", ","), r"\begin{cases}x=1\\y=2\end{cases} → x=1,y=2"),
     # integers that an index runs over, a condition in words
     (r"[\s\\]*(?:,|\(|\\q?quad|\\mid|\||:)\s*[a-zA-Z]\s*\\in\s*\\mathbb\s*\{?[ZN]\}?(?:\)|\s*(\\\}))?\s*$|"
      r'(?<=\S)\s*,?\s*"\s*(?:for (?:all|every|each|any|some|integers?)\b|for\s*"|'
-     r'(?:where|only|because|since)\b)[^;]*$', r"\1", r"2k\pi, k \in \mathbb{Z}", r"2k\pi"),
-    (r"\\mathbb\s*\{?R\}?|" + macro("R") + r"|(?i:\ball real numbers\b)",
-     r"(-\\infty,\\infty)", r"\mathbb{R}", r"(-\infty,\infty)"),  # the reals
+     r'(?:where|only|because|since)\b)[^;]*$', r"\1", r"2k\pi, k \in \mathbb{Z} → 2k\pi"),
+    (r"\\mathbb\s*\{?R\}?|\\R(?![a-zA-Z])|(?i:\ball real numbers\b)",
+     r"(-\\infty,\\infty)", r"\mathbb{R} → (-\infty,\infty)"),  # the reals
     # reals but some
     (r'(?<=\(-\\infty,\\infty\))\s*"?\s*,?\s*except (?:for )?(?:[a-z] ?= ?)?"?\s*([-\d\\{][^"]*)"?$',
-     r"\\setminus \\{\1\\}", r"(-\infty,\infty) except 2", r"(-\infty,\infty)\setminus \{2\}"),
+     r"\\setminus \\{\1\\}", r"(-\infty,\infty) except 2 → (-\infty,\infty)\setminus \{2\}"),
     # Letters with marks, rows of matrices:
     # unit vectors
-    (r"\\(?:hat|vec)\s*\{?\\?([ijk])(?:math)?(?![a-zA-Z])\s*\}?", r" \1", r"3\hat{\imath}", "3 i"),
+    (r"\\(?:hat|vec)\s*\{?\\?([ijk])(?:math)?(?![a-zA-Z])\s*\}?", r" \1", r"3\hat{\imath} → 3 i"),
     # a point
-    (r"^([A-Z])\s*(?=\([^()=<>]*,[^()=<>]*\)$)", r"\1=", "P(2,3)", "P=(2,3)"),
-    (r"^(?!.*\\pm)(.*)\\mp(?![a-z])", r"\1\\pm", r"2\mp 1", r"2\pm 1"),  # signs that no other goes with
-    (r"([A-Za-z])(?:\^\s*\{?\s*\\prime\s*\}?|')", r"\1_{p}", "x'", "x_{p}"),  # primes
-    (r"_\{\\([a-z]+)\s*\}", r"_{\1}", r"x_{\alpha}", "x_{alpha}"),  # Greek indices
-    (r"\\(vec|hat|bar)\s+([a-zA-Z])", r"\\\1{\2}", r"\vec v", r"\vec{v}"),  # marks on letters
-    (r"\\([pb]?matrix)" + BRACED, r"\\begin{\1}\2\\end{\1}",
-     r"\pmatrix{1&2}", r"\begin{pmatrix}1&2\end{pmatrix}"),  # a matrix by plain TeX
+    (r"^([A-Z])\s*(?=\([^()=<>]*,[^()=<>]*\)$)", r"\1=", "P(2,3) → P=(2,3)"),
+    (r"^(?!.*\\pm)(.*)\\mp(?![a-z])", r"\1\\pm", r"2\mp 1 → 2\pm 1"),  # signs that no other goes with
+    (r"([A-Za-z])(?:\^\s*\{?\s*\\prime\s*\}?|')", r"\1_{p}", "x' → x_{p}"),  # primes
+    (r"\\(vec|hat|bar)\s+([a-zA-Z])", r"\\\1{\2}", r"\vec v → \vec{v}"),  # marks on letters
+    (rf"\\([pb]?matrix){BRACED}", r"\\begin{\1}\2\\end{\1}",
+     r"\pmatrix{1&2} → \begin{pmatrix}1&2\end{pmatrix}"),  # a matrix by plain TeX
     # space between rows, the end of a row
-    (r"\\\\\[-?[\d.]+[a-z]+\]|" + macro("cr"), r"\\\\", r"1\\[4pt]2\cr 3", r"1\\2\\ 3"),
+    (r"\\\\\[-?[\d.]+[a-z]+\]|\\cr(?![a-zA-Z])", r"\\\\", r"1\\[4pt]2\cr 3 → 1\\2\\ 3"),
     # Spaces, thousands, bases:
-    (r"\{([,:])\}", r"\1", "1{,}234", "1,234"),  # a comma or a colon in braces
-    (rf'(?:\{{\}})?(\{{)?(?:{ABOUT_SIGN}|"(?:[^"\d]*(?:\bis|:))?\s*{ABOUT_WORD}\s*"|{ABOUT_WORD})' +
+    (r"\{([,:])\}", r"\1", "1{,}234 → 1,234"),  # a comma or a colon in braces
+    (rf'(?:\{{\}})?(\{{)?(?:{ABOUT_SIGN}|"(?:[^"\d]*(?:\bis|:))?\s*{ABOUT_WORD}\s*"|{ABOUT_WORD})'
      r'(?(1)\})(?:\s|\\[,:;! ]|~)*(?=[-+]?\s*"?\s*\{?(?:[\d.]|\\(?:frac|sqrt)\s*\{?\d|\\pi))', r"\\approx ",
-     r"x\sim 5", r"x\approx 5"),  # about
+     r"x\sim 5 → x\approx 5"),  # about
     # a space backwards, thousands of a number in a base, an empty text
-    (r"(?<!\\)\\!\s*|(?<=[0-9a-z}]),(?=\d{3}_)|" + '""', "", r'1,101_2,1,\!234""', "1101_2,1,234"),
-    (r"(?<=\d)\s*\\q?quad\s*(?=\d)", " ; ", r"1\quad 2", "1 ; 2"),  # wide space between numbers
+    (r'(?<!\\)\\!\s*|(?<=[0-9a-z}]),(?=\d{3}_)|""', "", r'1,101_2,1,\!234"" → 1101_2,1,234'),
+    (r"(?<=\d)\s*\\q?quad\s*(?=\d)", " ; ", r"1\quad 2 → 1 ; 2"),  # wide space between numbers
     (r"(?:(?<!\\)\\[,;: ]|~|\\q?quad(?![a-z])|\\hspace\{[^{}]*\}|\\phantom\s*(?:\{[^{}]*\}|.)| )+", " ",
-     r"1\, m", "1 m"),  # space
+     r"1\, m → 1 m"),  # space
     # thousands before a unit, behind about, in braces, with spaces
     (r'^[-+]?\d{1,3}(,\d{3})+(?=[ .\d]*["a-zA-Z\\/])|(?<=\\approx )[-+]?\d{1,3}(,\d{3})+(?![,\d])|'
      r"(?<!\\\{)(?<=\{)\d{1,3}(,\d{3})+(?=\})|(?<![\d._^\\a-zA-Z])\d{1,3}(?: \d{3})+(?![\d ])",
-     lambda m: re.sub("[, ]", "", m[0]), "1,234 km", "1234 km"),
-    (r"\((\w+)\)_", r"\1_", "(43)_5", "43_5"),  # brackets around a number in a base
-    (r'\s*"?\s*\(?\bbase\s*"?\s*(\w+)\)?"?', r"_{\1}", "43 base 5", "43_{5}"),  # a base in words
+     lambda m: re.sub("[, ]", "", m[0]), "1,234 km → 1234 km"),
+    (r"\((\w+)\)_", r"\1_", "(43)_5 → 43_5"),  # brackets around a number in a base
+    (r'\s*"?\s*\(?\bbase\s*"?\s*(\w+)\)?"?', r"_{\1}", "43 base 5 → 43_{5}"),  # a base in words
     # a base's name, a fraction of one character
-    (r'_\{"?(' + "|".join(NUMERALS) + r')"?\}', lambda m: f"_{{{NUMERALS[m[1]]}}}", "43_{five}", "43_{5}"),
-    (r"(\d+|\b[a-z]|\\pi ?)⁄(\d+|[a-z])", r"\\frac{\1}{\2}", "3⁄8", r"\frac{3}{8}"),
+    (rf'_\{{"?({"|".join(NUMERALS)})"?\}}', lambda m: f"_{{{NUMERALS[m[1]]}}}", "43_{five} → 43_{5}"),
+    (r"(\d+|\b[a-z]|\\pi ?)⁄(\d+|[a-z])", r"\\frac{\1}{\2}", r"3⁄8 → \frac{3}{8}"),
     # Units that are signs:
     # units in Chinese, Japanese and Korean, but for words that change a value
     (r'(?<=[\d)}]) ?"? ?(?![^"]*(?:分之|[十百万萬億亿兆半不非无負负]|千(?![米克瓦])))'
-     r'[\u3040-\u9fff\uac00-\ud7af]+ ?"?(?=$|[,;])', "", '42"个"', "42"),
+     r'[\u3040-\u9fff\uac00-\ud7af]+ ?"?(?=$|[,;])', "", '42"个" → 42'),
     # degrees of temperature
-    (rf'(?:{CIRCLE}|\s*"?\s*\bdegrees?)\s*"?\s*([CF])"?\s*\.?$', r'"\1"', r"30^\circ C", '30"C"'),
-    (CIRCLE + r"\s*\.?$", '"degrees"', r"60^\circ", '60"degrees"'),  # degrees
+    (rf'(?:{CIRCLE}|\s*"?\s*\bdegrees?)\s*"?\s*([CF])"?\s*\.?$', r'"\1"', r'30^\circ C → 30"C"'),
+    (rf"{CIRCLE}\s*\.?$", '"degrees"', r'60^\circ → 60"degrees"'),  # degrees
     # degrees within a formula, percent
-    (CIRCLE + "|" + macro("degree|deg") + r"|\\?%|(?i:\b(?:percent|per cent|pct|percentage points?)\b)", "",
-     r"60^\circ, 30\%", "60, 30"),
-    (r'"?\s*\\mu\s*"?(\w+)"|(?<=\d) ?\\mu (m|s|g|L|A|mol)$', r'"u\1\2"', r'5\mu "m"', '5"um"'),  # micro
-    (r'"\s*(\w?)\\Omega\s*"|\\Omega\s*(?=$|(?:\\cdot|/) ?")', r'"\1ohm"', r"5\Omega", '5"ohm"'),  # ohm
-    (r'^([\s{"]*\d+)\s*(?:\^\s*)?(?:\{\s*' + ORDINAL + r"\s*\}|" + ORDINAL + r')(?=[\s.}]*(?:$|"| [a-z]{4}))',
-     r"\1", "15th", "15"),  # ordinals
+    (rf"{CIRCLE}|\\deg(?:ree)?(?![a-zA-Z])|\\?%|(?i:\b(?:percent|per cent|pct|percentage points?)\b)", "",
+     r"60^\circ, 30\% → 60, 30"),
+    (r'"?\s*\\mu\s*"?(\w+)"|(?<=\d) ?\\mu (m|s|g|L|A|mol)$', r'"u\1\2"', r'5\mu "m" → 5"um"'),  # micro
+    (r'"\s*(\w?)\\Omega\s*"|\\Omega\s*(?=$|(?:\\cdot|/) ?")', r'"\1ohm"', r'5\Omega → 5"ohm"'),  # ohm
+    (r'^([\s{"]*\d+)\s*(?:\^\s*)?(\{\s*)?"?(?:st|nd|rd|th)"?(?(2)\s*\})(?=[\s.}]*(?:$|"| [a-z]{4}))',
+     r"\1", "15th → 15"),  # ordinals
     # Relations, operators, sets:
     # angles by the signs of relations
-    (r"(^|=)\s*<([^<>=,]*,[^<>=]*)>\s*$", r"\1(\2)", "v = <1, 2>", "v =(1, 2)"),
-    (macro(f"({'|'.join(SIGNS)})"), lambda m: SIGNS[m[1]], r"x \le 1", "x ≤ 1"),
-    ("<=|=<", "≤", "x <= 1", "x ≤ 1"),
-    (">=|=>", "≥", "x >= 1", "x ≥ 1"),
-    (r"!=|\\not\s*(?:=|\\approx|\\sim|\\cong)", "≠", "x != 1", "x ≠ 1"),
+    (r"(^|=)\s*<([^<>=,]*,[^<>=]*)>\s*$", r"\1(\2)", "v = <1, 2> → v =(1, 2)"),
+    (rf"\\({'|'.join(SIGNS)})(?![a-zA-Z])|[<>!]=|=[<>]", lambda m: SIGNS[m[1] or m[0]],
+     r"x \le 1 != 2 → x ≤ 1 ≠ 2"),
+    (r"\\not\s*(?:=|\\approx|\\sim|\\cong)", "≠", r"x \not= 1 → x ≠ 1"),
     # the empty set
-    (macro("varnothing|emptyset") + r"|\\\{\s*\\\}|" +
+    (r"\\(?:varnothing|emptyset)(?![a-zA-Z])|\\\{\s*\\\}|"
      r'^"?(?i:(?:there (?:is|are) |[a-z ]+ has )?no (?:real |such )?(?:solutions?|roots?|values?|numbers?)'
      r'(?: exists?)?|(?:the )?(?:empty|null) set)\.?"?$',
-     r"\\emptyset ", r"\{\}", r"\emptyset "),
+     r"\\emptyset ", r"\{\} → \emptyset "),
     # that set in a set
-    (r"\\\{\s*\\emptyset\s*\\\}", '"set of nothing"', r"\{\emptyset\}", '"set of nothing"'),
-    (r"\\\}\s*\\cup\s*\\\{", ",", r"\{1\}\cup\{2\}", r"\{1,2\}"),  # a union of lists
+    (r"\\\{\s*\\emptyset\s*\\\}", '"set of nothing"', r'\{\emptyset\} → "set of nothing"'),
+    (r"\\\}\s*\\cup\s*\\\{", ",", r"\{1\}\cup\{2\} → \{1,2\}"),  # a union of lists
     # open ends of intervals by ISO
-    (r"(^|\\c[au]p|\\in|=)\s*\](?=[^\[\]()]*[,;][^\[\]()]*[\[\]])", r"\1(", "]1, 2]", "(1, 2]"),
-    (r"([\[(][^\[\]()]*[,;][^\[\]()]*)\[(?=\s*(?:$|\\c[au]p))", r"\1)", "[1, 2[", "[1, 2)"),
+    (r"(^|\\c[au]p|\\in|=)\s*\](?=[^\[\]()]*[,;][^\[\]()]*[\[\]])", r"\1(", "]1, 2] → (1, 2]"),
+    (r"([\[(][^\[\]()]*[,;][^\[\]()]*)\[(?=\s*(?:$|\\c[au]p))", r"\1)", "[1, 2[ → [1, 2)"),
     # one word for what is not there
-    (r'^"?\s*(?i:dne|(?:it |the limit )?do(?:es)?(?: not|n\'t) exist)\.?\s*"?$', '"does not exist"', "DNE",
-     '"does not exist"'),
+    (r'^"?\s*(?i:dne|(?:it |the limit )?do(?:es)?(?: not|n\'t) exist)\.?\s*"?$', '"does not exist"',
+     'DNE → "does not exist"'),
     # yes, no and none with more words
     (r'^"?(?i:(yes)\b(?!.*\b(?:no|not|but|if|only|unless)\b),[^\d\\,]*|'
      r'(no)\b(?!.*\b(?:yes|but|if|only|unless)\b),'
-     r'[^\d\\,]*|(none) of (?:them|these|those|the above)\.?"?)$', r'"\1\2\3"', "Yes, it is", '"Yes"'),
+     r'[^\d\\,]*|(none) of (?:them|these|those|the above)\.?"?)$', r'"\1\2\3"', 'Yes, it is → "Yes"'),
     # x before a power of ten
-    (r"(?<=\d) ?x ?(?=10\s*\^)|\*", r"\\cdot ", "2*3 x 10^8", r"2\cdot 3\cdot 10^8"),
-    (r"\\not\s*\\in(?![a-z])", r"\\notin ", r"x \not\in A", r"x \notin  A"),  # no member
+    (r"(?<=\d) ?x ?(?=10\s*\^)|\*", r"\\cdot ", r"2*3 x 10^8 → 2\cdot 3\cdot 10^8"),
+    (r"\\not\s*\\in(?![a-z])", r"\\notin ", r"x \not\in A → x \notin  A"),  # no member
     # a difference of sets
-    (r"(?<=\)) ?- ?(?=\\\{)", r"\\setminus ", r"(0,1)-\{2\}", r"(0,1)\setminus \{2\}"),
+    (r"(?<=\)) ?- ?(?=\\\{)", r"\\setminus ", r"(0,1)-\{2\} → (0,1)\setminus \{2\}"),
     # a set by a rule
     (r"^\\\{\s*\\?[a-zA-Z]+\s*(?:\\in\s*\(-\\infty,\\infty\)\s*)?(?:\\mid(?![a-z])|\||:)\s*(.*)\\\}$", r"\1",
-     r"\{x : x>3\}", "x>3"),
-    # all values but one
-    (r"^(?:[a-z] ?\\in ?\(-\\infty,\\infty\) ?, ?)?[a-zA-Z] ?≠ ?(-?(?:\d|\\frac|\\sqrt|\\pi)[^=<>≤≥≠,;∧∨]*)$",
-     r"(-\\infty,\1)∪(\1,\\infty)", "x≠2", r"(-\infty,2)∪(2,\infty)"),
+     r"\{x : x>3\} → x>3"),
     # a modulus in words, behind a congruence, and behind a value
-    (r'"?\s*(?<![a-zA-Z\\])mod\b\s*"?|' + macro("mod"), r"\\bmod ", "17 mod 5", r"17\bmod 5"),
-    (r"\\pmod(?=\s*\{?\w+\}?\s*=)", r"\\bmod", r"17 \pmod 5 = 2", r"17 \bmod 5 = 2"),
+    (r'"?\s*(?<![a-zA-Z\\])mod\b\s*"?|\\mod(?![a-zA-Z])', r"\\bmod ", r"17 mod 5 → 17\bmod 5"),
+    (r"\\pmod(?=\s*\{?\w+\}?\s*=)", r"\\bmod", r"17 \pmod 5 = 2 → 17 \bmod 5 = 2"),
     (r"^(?!.*\\not)[^=,;∧∨]*\\equiv(?![a-z])([^=]*?)\s*\(?\s*\\[pb]mod\s*\{?(\w+)\}?\s*\)?\s*$",
-     r'\1"modulo \2"', r"x\equiv 3 \pmod 5", ' 3"modulo 5"'),
+     r'\1"modulo \2"', r'x\equiv 3 \pmod 5 →  3"modulo 5"'),
     (r'\s*(?:\\pmod\s*\{?(\w+)\}?|"?\s*\(\s*\\bmod\s*\{?(\w+)\}?\s*\)"?|"?\s*\bmodulo\s*"?\s*(\w+))\s*$',
-     r'"modulo \1\2\3"', r"3 \pmod{5}", '3"modulo 5"'),
+     r'"modulo \1\2\3"', r'3 \pmod{5} → 3"modulo 5"'),
     # choices
     (r"(?<![\w}])(?:\{\})?[_^](?:(\w)|\{(\w+)\})\s*C_(?:(\w)|\{(\w+)\})|\b(\d+)C(\d+)\b(?!_)",
-     r"\\binom{\1\2\5}{\3\4\6}", "{}_5C_2", r"\binom{5}{2}"),
+     r"\\binom{\1\2\5}{\3\4\6}", r"{}_5C_2 → \binom{5}{2}"),
     # a binomial by TeX
-    (r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}", r"{3\choose 2}", r"\binom{3}{ 2}"),
+    (r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}", r"{3\choose 2} → \binom{3}{ 2}"),
     # Spellings of programs and in words:
     (r'(?<![a-zA-Z])"?(?:[a-zA-Z]*[mM]atrix|array|tensor|[vV]ector)"?\s*\((\[.*\])\)', r"\1",
-     "Matrix([[1], [2]])", "[[1], [2]]"),  # a matrix of a program
-    (r"(?i:\binfinity\b|\binf\b)|\boo\b", r"\\infty ", "oo", r"\infty "),  # infinity
+     "Matrix([[1], [2]]) → [[1], [2]]"),  # a matrix of a program
+    (r"(?i:\binfinity\b|\binf\b)|\boo\b", r"\\infty ", r"oo → \infty "),  # infinity
     (r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|arcsin|arccos|arctan|ln|log|exp|cis|gcd|lcm)(?![a-zA-Z])", r"\\\1",
-     "sin x", r"\sin x"),  # functions without a backslash
+     r"sin x → \sin x"),  # functions without a backslash
     # a root in brackets or without braces
     (r"\\sqrt(\[[^\]]*\])?\s*(?:\(([^()]*)\)|(\d+|\\frac(?:\s*(?:\{[^{}]*\}|\d)){2}|\\[a-z]+|[a-zA-Z]))",
-     r"\\sqrt\1{\2\3}", r"\sqrt2+\sqrt(3)", r"\sqrt{2}+\sqrt{3}"),
+     r"\\sqrt\1{\2\3}", r"\sqrt2+\sqrt(3) → \sqrt{2}+\sqrt{3}"),
     # a fraction without braces
-    (r"(\\frac|\\binom)" + ARGUMENT + ARGUMENT, with_braces, r"\frac12", r"\frac{1}{2}"),
-    # a fraction inside another
-    (r"(?<=[{}\w])(\\frac|\\binom)" + ARGUMENT + ARGUMENT, with_braces, r"{\frac12}", r"{\frac{1}{2}}"),
+    (FRACTION, with_braces, r"\frac{1+\frac12}3 → \frac{1+\frac{1}{2}}{3}"),
     # Numbers:
     (r"(?<![a-zA-Z\\}\d.])(\d+\.?\d*|\.\d+)[eE]([-+]?\d+)(?!\.?\d|[a-zA-Z])",
-     r"\1\\cdot 10^{\2}", "2e3", r"2\cdot 10^{3}"),  # e-notation
-    (r'(\d)\s*"?\s*(' + "|".join(FACTORS) + ")(?![a-z])",
-     lambda m: rf'{m[1]}\cdot {FACTORS[m[2]]}"', "5 million", r'5\cdot 10^{6}"'),  # a factor in words
+     r"\1\\cdot 10^{\2}", r"2e3 → 2\cdot 10^{3}"),  # e-notation
+    (rf'(\d)\s*"?\s*({"|".join(FACTORS)})(?![a-z])',
+     lambda m: rf'{m[1]}\cdot {FACTORS[m[2]]}"', r'5 million → 5\cdot 10^{6}"'),  # a factor in words
     # repeating decimals by marks on digits, in brackets, by dots
     (r"^([-+]?\d*\.\d*)\((\d+)\)$|\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?|"
      r"(\d)[\u0304\u0305\u0307](?:(\d)[\u0304\u0305\u0307])?(?:(\d)[\u0304\u0305\u0307])?",
-     r"\1\\overline{\2\3\4\5\6\7\8}", "0.1(6)", r"0.1\overline{6}"),
-    (r"(\.\d*?)(\d{1,2}?)\2{2,}\s*(?:\.\.\.|\\ldots)", r"\1\\overline{\2}", "0.333...", r"0.\overline{3}"),
+     r"\1\\overline{\2\3\4\5\6\7\8}", r"0.1(6) → 0.1\overline{6}"),
+    (r"(\.\d*?)(\d{1,2}?)\2{2,}\s*(?:\.\.\.|\\ldots)", r"\1\\overline{\2}", r"0.333... → 0.\overline{3}"),
     (r"(?<=[\d.])\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))",
-     lambda m: rf"\overline{{{m[1] or m[2]}}}", r"0.\bar3", r"0.\overline{3}"),  # repeating decimals
-    (r"(\d)\.(?![\d.]|\\overline)", r"\1", "5.", "5"),  # a point behind an integer
+     lambda m: rf"\overline{{{m[1] or m[2]}}}", r"0.\bar3 → 0.\overline{3}"),  # repeating decimals
+    (r"(\d)\.(?![\d.]|\\overline)", r"\1", "5. → 5"),  # a point behind an integer
     # a bound in words
-    (r' ?"? ?\bis at (m)?(?:ost|least)\b ?"? ?', lambda m: "≤" if m[1] else "≥", "n is at most 5", "n≤5"),
-    (r'(\d)\s*"?\s*to\s*"?\s*(\d)', r"\1:\2", "2 to 3", "2:3"),  # a ratio in words
+    (r' ?"? ?\bis at (m)?(?:ost|least)\b ?"? ?', lambda m: "≤" if m[1] else "≥", "n is at most 5 → n≤5"),
+    (r'(\d)\s*"?\s*to\s*"?\s*(\d)', r"\1:\2", "2 to 3 → 2:3"),  # a ratio in words
     (r'(?i:(\d)(\s*"?\s*)([ap])\.?\s?m\b\.?)', lambda m: f"{m[1]}{m[2]}{m[3].lower()}m",
-     "4:30 P.M.", "4:30 pm"),  # half of the day
+     "4:30 P.M. → 4:30 pm"),  # half of the day
     # a sign in words
-    (r'"?\s*\b(?i:minus|^negative)\s*"?\s*(?=[\d.]|\\(?:frac|sqrt|pi))', "-", "minus 5", "-5"),
+    (r'"?\s*\b(?i:minus|^negative)\s*"?\s*(?=[\d.]|\\(?:frac|sqrt|pi))', "-", "minus 5 → -5"),
     # Words around the answer:
     (r'^\s*"[^"]*(?:\bis|:)\s*"|(?i:^(?:the )?(?:final )?answer(?: is|:)\s*)|'
      r'(?i:^"?(?:either|both|only|the set)\b\s*"?\s*(?=[-\d{\\(]))|^[a-z] is (?=[-\d{\\(])|'
-     r'^\s*"?\s*(?:US|USD|Rs\.?)\s*"?\s*(?=\d)', "", "Answer: 5", "5"),  # words before the answer
+     r'^\s*"?\s*(?:US|USD|Rs\.?)\s*"?\s*(?=\d)', "", "Answer: 5 → 5"),  # words before the answer
     (r'^\s*("?)\s*(?:[Tt]he|[Aa]n|a|[Oo]ption|[Cc]hoice)\s+(?!and\b|or\b)'
-     r'(?=[a-zA-Z]{3}|\(?[a-zA-Z]\)?"?$)', r"\1", "the east", "east"),  # articles
-    (r'(?<=\d) ?"([^"\d]*\w) and ?"', r' "\1"∧', '7 " goats and "4', '7 " goats"∧4'),  # and within a text
-    (r'"?\s?,?\s?\band\b\s?"?|' + macro("land|wedge"), "∧", "1 and 2", "1∧2"),  # and
-    (r'"?\s?,?\s?\bor\b\s?"?|' + macro("lor|vee"), "∨", "1 or 2", "1∨2"),  # or
+     r'(?=[a-zA-Z]{3}|\(?[a-zA-Z]\)?"?$)', r"\1", "the east → east"),  # articles
+    (r'(?<=\d) ?"([^"\d]*\w) and ?"', r' "\1"∧', '7 " goats and "4 → 7 " goats"∧4'),  # and within a text
+    (r'"?\s?,?\s?\band\b\s?"?|\\(?:land|wedge)(?![a-zA-Z])', "∧", "1 and 2 → 1∧2"),  # and
+    (r'"?\s?,?\s?\bor\b\s?"?|\\(?:lor|vee)(?![a-zA-Z])', "∨", "1 or 2 → 1∨2"),  # or
     # several choices, the set of a value
     (r'(?<=\b[A-Z])[,∧ "]+(?=[A-Z]\b[A-Z,∧ "]*(?:\\\})? *$)|'
      r"(?:^|(?<=∨)) ?(?:\\?[a-zA-Z]+(?:_\w+|_\{\w+\})?|\((?:x, ?y(?:, ?z)?|a, ?b(?:, ?c)?|m, ?n|p, ?q)\))"
-     r"(?: ?\\in(?![a-z]) ?| in (?=\\?[{(\[]))(?![^∨]*\\in(?![a-z]))", "", "A, B∧D", "ABD"),
+     r"(?: ?\\in(?![a-z]) ?| in (?=\\?[{(\[]))(?![^∨]*\\in(?![a-z]))", "", "A, B∧D → ABD"),
     # Formulas of units:
-    (r'(?:(?<=[\w)}\]]) ?(?:\\cdot ?)?\\frac\{1?|(?:(?<=[\w)}\]]) ?\\cdot ?)?\\frac\{([^{}"]*?) ?(' +
-     UNIT_PRODUCT + r"))\}\{(?:1(?![\d.]) ?)?(" + UNIT_PRODUCT + r")\}", write_unit,
-     r'\frac{5 "m"}{"s"}', '5" m / s "'),  # a fraction of units
-    (r'(?<=[\d)}\]"]) ?(/|\\cdot )? ?(?:[(\[]|(?<!\})(?<!\} )\{) ?(' + UNIT_PRODUCT + r") ?[)\]}]", r" \1\2",
-     '5("m")', '5 "m"'),  # brackets around a unit
+    (r'(?:(?<=[\w)}\]]) ?(?:\\cdot ?)?\\frac\{1?|(?:(?<=[\w)}\]]) ?\\cdot ?)?\\frac\{([^{}"]*?) ?'
+     rf"({UNIT_PRODUCT}))\}}\{{(?:1(?![\d.]) ?)?({UNIT_PRODUCT})\}}", write_unit,
+     r'\frac{5 "m"}{"s"} → 5" m / s "'),  # a fraction of units
+    (rf'(?<=[\d)}}\]"]) ?(/|\\cdot )? ?(?:[(\[]|(?<!\}})(?<!\}} )\{{) ?({UNIT_PRODUCT}) ?[)\]}}]', r" \1\2",
+     '5("m") → 5 "m"'),  # brackets around a unit
     # a product of units
-    (rf"(?:^|(?<=[\w)}}\]])) ?()((?:\\cdot|/)? ?{UNIT_PRODUCT})", write_unit, '5 "m"/"s"', '5" m / s "'),
+    (rf"(?:^|(?<=[\w)}}\]])) ?()((?:\\cdot|/)? ?{UNIT_PRODUCT})", write_unit, '5 "m"/"s" → 5" m / s "'),
 )]
 
 
@@ -327,7 +316,7 @@ def normalise(answer: str) -> str:
     answer = re.sub(r"\d", lambda m: str(int(m[0])), answer)  # digits of other scripts
     if TRIGONOMETRIC.search(answer):
         answer = DEGREES.sub(r"(\\frac{\1\\pi}{180})", answer)
-    for pattern, new, *_ in RULES:
+    for pattern, new, _ in RULES:
         answer = pattern.sub(new, answer)
     return answer.strip().rstrip(" .,;:")
 
