@@ -55,7 +55,7 @@ class Conversation:
     @cached_property
     def problems(self) -> cycle:
         """Read the problems of data.eval."""
-        sets = load_sets(self.cfg.data, self.tokenizer, self.cfg.reward)
+        sets = load_sets(self.cfg, self.tokenizer)
         return cycle([problem for held_out in sets for problem in held_out.problems])
 
     def say(self, line: str) -> str:

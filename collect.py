@@ -17,7 +17,7 @@ from history import sample_seed
 from infra import dist
 from prune import COMPLETIONS, Candidates, draw_cuts, keep_all, next_round_size, rewards_of_kept
 from records import Batch, Group, PromptDraw, Request, Rewards, Rolled, Sample, frozen
-from reward import LENGTH_COMPONENTS, list_components, own_rewards, reward_range, score
+from reward import list_components, own_rewards, reward_range, score
 from rollout import Engine
 from settings import kinds
 
@@ -265,8 +265,8 @@ def require_rewards(reward_NG: Tensor, draws: list[PromptDraw], kind: str) -> No
 
 def reward_midpoint(reward: Reward, differ_in: str) -> float:
     """Compute the midpoint of the range that groups are compared in. A group of equal values is easy above
-    it and hard below it. Length terms are left out."""
+    it and hard below it. The length is left out."""
     weights = {"accuracy": 1.0}
     if differ_in == "reward":
-        weights = {name: weight for name, weight in reward.weights.items() if name not in LENGTH_COMPONENTS}
+        weights = {name: weight for name, weight in reward.weights.items() if name != "overlong"}
     return sum(reward_range(weights)) / 2

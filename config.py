@@ -243,9 +243,8 @@ class Config:
 
     @property
     def own_longest(self) -> int | None:
-        """Count the tokens of the longest sequence by a leaf's section that says so, as an environment's."""
-        return max(filter(None, (getattr(getattr(self, f.name), "longest", None) for f in fields(self))),
-                   default=None)
+        """Count the tokens of the longest sequence of an environment, if there is one."""
+        return getattr(getattr(self, "environment", None), "max_context", None)
 
 
 def has_reference(cfg: Config) -> bool:

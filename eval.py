@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 import config
-from config import Config, Data, Reward
+from config import Config, Reward
 from data import Task, load_problems, to_prompts
 from infra import dist
 from infra.device import engine_spec, find_device, fit_engine
@@ -86,9 +86,9 @@ class EvalSet:
 
 # ---- load
 
-def load_sets(data: Data, tokenizer: Tokenizer, reward: Reward) -> list[EvalSet]:
+def load_sets(cfg: Config, tokenizer: Tokenizer) -> list[EvalSet]:
     """Load evaluation sets: "a.jsonl,gsm8k" -> [a, gsm8k]. Raises ConfigError."""
-    sets = []
+    data, reward, sets = cfg.data, cfg.reward, []
     for name in map(str.strip, data.eval.split(",")):
         short = Path(name).stem
         if any(short == s.name for s in sets):
@@ -121,9 +121,7 @@ def answer_problems(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, sam
     missing = [(prompt, k) for prompt, k in requests if (prompt.id, k) not in stored]
     chunk = store.chunk if store else len(requests)
     for start in range(0, len(missing), chunk):
-        label, before = progress, len(requests) - len(missing) + start
-        if label and (before or chunk < len(missing)):
-            label = f"{progress} from {before}/{len(requests)}"
+        label = progress and f"{progress} from {len(requests) - len(missing) + start}/{len(requests)}"
         if label:
             terminal.print_progress(label)
         asked = missing[start:start + chunk]
@@ -217,7 +215,7 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, star
     device = dist.init(find_device(cfg.device))
     folder, load_policy = find_loader(cfg.model.path)
     tokenizer = leaves.through("tokenizer", cfg, Tokenizer(folder, cfg.data, cfg.rollout.stop or ()))
-    sets = [s.first(cfg.eval.limit) for s in load_sets(cfg.data, tokenizer, cfg.reward)]
+    sets = [s.first(cfg.eval.limit) for s in load_sets(cfg, tokenizer)]
     if cfg.reward.custom_file:
         from reward import own_rewards
 

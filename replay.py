@@ -165,8 +165,8 @@ def gradient(learner: Learner, batch: Batch) -> Tensor:
     weighed = minibatch(learner, batch, list(range(batch.offered)))
     prepared = prepare_rows(learner, weighed, learner.rows(weighed), extra_pass=False)
     add_gradients(learner, weighed, prepared, unmoved=True)
-    trained = [p for p in learner.policy.parameters() if p.requires_grad]
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad
+                 for p in learner.policy.parameters() if p.requires_grad]
     learner.policy.zero_grad()
     return torch.cat([dist.local_shard(part).flatten().cpu() for part in gradients])
 

@@ -35,50 +35,47 @@ class Completion:
     settings: Reward  # some components have settings
 
 
-def accuracy(c: Completion) -> float:
+def accuracy(c: Completion) -> bool:
     """Return 1 if the marked final answer equals the gold one, else 0."""
-    return float(c.right)
+    return c.right
 
 
-def wrong(c: Completion) -> float:
+def wrong(c: Completion) -> bool:
     """Return 1 if accuracy is 0.
 
     With weight -1 beside accuracy's 1 it is DAPO's reward of 1 and -1 (arXiv:2503.14476).
     """
-    return float(not c.right)
+    return not c.right
 
 
-def boxed(c: Completion) -> float:
+def boxed(c: Completion) -> bool:
     """Return 1 for an answer in a box, right or not: GRESO's release pays 0.1 for it (arXiv:2506.02177)."""
-    return float(bool((last_boxed(c.text) or "").strip()))
+    return bool((last_boxed(c.text) or "").strip())
 
 
-def think_format(c: Completion) -> float:
+def think_format(c: Completion) -> bool:
     """Return 1 for <think>...</think>, a new line, <answer>...</answer> and the end of a line.
 
     CPPO (arXiv:2503.22342) asks for it. Text on further lines passes, as in the released code. The pattern
     there is quadratic in hostile texts; this is not.
     """
     middle = c.text.find("</think>\n<answer>", len("<think>"))
-    if middle < 0 or not c.text.startswith("<think>"):
-        return 0.0
-    return float(re.search(r"</answer>$", c.text[middle + 9:], re.MULTILINE) is not None)
+    opened = c.text.startswith("<think>") and middle >= 0
+    return opened and bool(re.search(r"</answer>$", c.text[middle + 9:], re.MULTILINE))
 
 
-def tag_exact(c: Completion) -> float:
+def tag_exact(c: Completion) -> bool:
     """Return 1 if the last answer tag holds the gold answer, commas aside (CPPO's GSM8K reward)."""
     answer = last_tag(c.text)
-    if answer is None:
-        return 0.0
-    return float(answer.replace(",", "") == c.gold.replace(",", ""))
+    return answer is not None and answer.replace(",", "") == c.gold.replace(",", "")
 
 
-def tag_number(c: Completion) -> float:
+def tag_number(c: Completion) -> bool:
     """Return 1 if the last answer tag and the gold answer hold one number each, the same (CPPO, as above)."""
     answer = last_tag(c.text) or ""
     answers = NUMBER.findall(answer.replace(",", ""))
     golds = NUMBER.findall(c.gold.replace(",", ""))
-    return float(len(answers) == len(golds) == 1 and float(answers[0]) == float(golds[0]))
+    return len(answers) == len(golds) == 1 and float(answers[0]) == float(golds[0])
 
 
 def overlong(c: Completion) -> float:
@@ -100,7 +97,6 @@ COMPONENTS = {
     "tag_number": (tag_number, 0, 1),
     "overlong": (overlong, -1, 0),
 }
-LENGTH_COMPONENTS = ("overlong",)
 REPORTED_RATES = ("unparsed", "timed_out", "disagree")  # rates that every step logs beside the components
 
 
@@ -141,9 +137,8 @@ def score(
     own = own_rewards() if cfg.custom_file else None
     if own:
         file = own.RewardFile.of(cfg)
-        for i, (turns, problem, tokens) in enumerate(completions):
-            calls[i] = own.start_call(file, problem, turns, tokens)
-    grades = [{} for _ in completions]
+        calls = [own.start_call(file, problem, turns, tokens) for turns, problem, tokens in completions]
+    grades = [{}] * len(completions)
     if graded:
         asked = [(problem.answer, turns[-1] if problem.answer else "") for turns, problem, _ in completions]
         grades = grade(asked)

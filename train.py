@@ -230,7 +230,7 @@ def load_task(cfg: Config) -> data.Task:
     dist.init(find_device(cfg.device))
     source = find_model(cfg.model.path)
     tokenizer = leaves.through("tokenizer", cfg, Tokenizer(source, cfg.data, cfg.rollout.stop or ()))
-    sets = load_sets(cfg.data, tokenizer, cfg.reward) if cfg.data.eval else []
+    sets = load_sets(cfg, tokenizer) if cfg.data.eval else []
     (problems, prompts), (graded, inputs) = once_a_node(partial(load_prompts, cfg, source, tokenizer, sets))
     # Problems beyond eval.limit are left out of training too.
     sets = [s.first(cfg.eval.limit) for s in sets]

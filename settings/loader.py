@@ -146,7 +146,7 @@ def locate(name: str | Path, folder: Path, shipped: tuple[Path, ...], whose: str
         if os.path.isfile(place / name):
             return place / name
     names = sorted(path.name for place in shipped for path in place.glob("*.yaml"))
-    names = [one for one in names if one.startswith(str(name))] or names
+    names = [one for one in names if one.startswith(name)] or names
     advice = meant(Path(name).name, names) or f"There are: {', '.join(names)}."
     advice = f"A setting is changed by --set {name[:200]}." if "=" in name else advice
     raise ConfigError(f"config '{name[:200]}'{whose} not found, neither as given nor in {shipped[0]}. "
@@ -206,8 +206,8 @@ def choices(section: Any) -> dict[str, type]:
     The section is a union of them, or the only one that there is.
     """
     options = get_args(section) if get_origin(section) in UNIONS else (section,)
-    sections = [option for option in options if is_dataclass(option)]
-    return {fields(option)[0].default: option for option in sections if fields(option)[0].name == "kind"}
+    firsts = [(option, fields(option)[0]) for option in options if is_dataclass(option)]
+    return {first.default: option for option, first in firsts if first.name == "kind"}
 
 
 @cache
@@ -333,19 +333,18 @@ def fit(value: Any, kind: Any, path: str) -> Any:
         return number if math.isfinite(number) else NOT_ALLOWED
     if kind is int and type(value) is int and abs(value) >= 2**63:
         raise ConfigError(f"{path}={SHORT.repr(value)} must be below 2**63")
-    if kind is Any and not is_small(value):
-        raise ConfigError(f"{path} stands for more than {MOST} values; write fewer, or fewer aliases")
+    if kind is Any:
+        require_few(value, path)
     return value if type(value) is kind or kind is Any else NOT_ALLOWED
 
 
-def is_small(value: Any) -> bool:
-    """Tell whether a value holds at most MOST: a few aliases of yaml can stand for any number."""
+def require_few(value: Any, path: str) -> None:
+    """Raise ConfigError if a value holds more than MOST: a few aliases of yaml can stand for any number."""
     values = [value]
     for each in values:  # which grows
         values += each.values() if isinstance(each, dict) else each if isinstance(each, list) else []
         if len(values) > MOST:
-            return False
-    return True
+            raise ConfigError(f"{path} stands for more than {MOST} values; write fewer, or fewer aliases")
 
 
 def describe(kind: Any, value: Any = None) -> str:

@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import fields
-from itertools import chain
 from typing import Any
 
 from settings import leaves
@@ -34,6 +33,7 @@ ONLY_WITH = {
         "rollout.differ_in: at 0 nothing tells what is correct",
     ],
     "reward.custom_file": [
+        "reward.custom: the file that has the functions",
         "reward.custom_seconds",
         "reward.custom_gib",
         "reward.custom_ended",
@@ -44,6 +44,11 @@ SKIPPED = ("with loss.denominator=all a mean over all tokens needs the lengths o
            "prompt never got")
 # A choice -> other settings, each with the values that it may have then, and why.
 REQUIRES = {
+    "data.prompt": [
+        "data.system_prompt=null: it is in place of any template",
+        "data.chat_template=null: it is in place of any template",
+        "data.template=null: it is in place of any template",
+    ],
     "rollout.engine=vllm": ["model.dtype=auto, float32 or bfloat16: vLLM does not compute in float64"],
     "model.compile=true": [
         "model.checkpoint_blocks=auto, none or all: by itself it recomputes what is cheap",
@@ -69,6 +74,7 @@ REQUIRES = {
     "prune.completions.compare=kept": [
         "advantage.kind=group_norm, centred or leave_one_out: only these compare a group with itself",
     ],
+    "update.epochs=1": ["update.redraw=false: there is no second draw"],
     "update.redraw=true without prune.tokens.kind=prefix": [
         "prune.completions.kind=bernoulli or pps: without chance every draw is the same",
     ],
@@ -101,13 +107,11 @@ QUESTION_ONLY = re.compile(r"(([^{}]|\{\{|\}\})*\{question\})+([^{}]|\{\{|\}\})*
 
 
 def prompt_rules(cfg: Any) -> Iterator[Rule]:
-    data, own = cfg.data, cfg.data.prompt
-    yield ("data.prompt", own is None or QUESTION_ONLY.fullmatch(own),
+    data = cfg.data
+    yield ("data.prompt", data.prompt is None or QUESTION_ONLY.fullmatch(data.prompt),
            "a text with {question} and nothing else in braces; a brace of the text itself is doubled")
     yield ("data.system_prompt", not re.fullmatch(r"[\w./~-]+\.[a-z]\w{1,5}", data.system_prompt or ""),
            "the text itself; to read it from a file, set data.system_prompt.file")
-    for name in ("system_prompt", "chat_template", "template"):
-        yield f"data.{name}", own is None or getattr(data, name) is None, "null with data.prompt"
     yield "rollout.stop", all(cfg.rollout.stop or [" "]), "texts that are not empty"
 
 
@@ -127,16 +131,13 @@ def size_rules(cfg: Any) -> Iterator[Rule]:
            f"at least 2 with advantage.kind={cfg.advantage.kind}, which compares completions of one prompt")
     yield ("update.minibatches", N % cfg.update.minibatches == 0,
            f"a divisor of {N} (rollout.prompts_per_step): a mini-batch holds whole groups")
-    yield "update.redraw", not cfg.update.redraw or cfg.update.epochs > 1, "false with one of update.epochs"
-    completions, prompts = cfg.prune.completions, cfg.prune.prompts
-    yield ("prune.completions.keep", getattr(completions, "keep", 0) <= G,
+    yield ("prune.completions.keep", getattr(cfg.prune.completions, "keep", 0) <= G,
            f"in 1..{G} (rollout.group_size); to train on all set prune.completions.kind=none")
-    rounded = [("completions", completions.kind == "bottom", G, "drop one of {} (rollout.group_size)"),
-               ("prompts", prompts.kind == "rank", N, "skip one of {} (rollout.prompts_per_step)")]
-    for name, is_rounded, count, effect in rounded:
-        share = is_rounded and getattr(cfg.prune, name).drop_prob
-        yield (f"prune.{name}.drop_prob", not share or int(share * count + 1e-9) >= 1,
-               f"0 or enough to {effect.format(count)}: the product is rounded down")
+    for part, kind, count, whole in (("completions", "bottom", G, "drop one of {} (rollout.group_size)"),
+                                     ("prompts", "rank", N, "skip one of {} (rollout.prompts_per_step)")):
+        prune = getattr(cfg.prune, part)
+        yield (f"prune.{part}.drop_prob", prune.kind != kind or not 0 < prune.drop_prob * count < 1 - 1e-9,
+               f"0 or enough to {whole.format(count)}: the product is rounded down")
     dual = getattr(cfg.loss.trust, "dual", None)
     yield ("loss.trust.dual", dual is None or dual > 1 + cfg.loss.trust.high,
            "above 1 + loss.trust.high, or null")
@@ -148,8 +149,6 @@ def size_rules(cfg: Any) -> Iterator[Rule]:
 def reward_rules(cfg: Any) -> Iterator[Rule]:
     reward, most = cfg.reward, cfg.rollout.max_new_tokens
     yield "reward.accuracy", bool(reward.weights), "other than 0: no other component has a weight"
-    yield ("reward.custom_file", reward.custom_file or not reward.functions,
-           f"the file that has {', '.join(reward.functions.values())}(), set with reward.custom")
     yield ("reward.custom", reward.functions or not reward.custom_file,
            f"1 or {{name: weight}} to call functions of reward.custom_file={reward.custom_file}")
     span, punished = reward.overlong_tokens, reward.overlong is not None
@@ -197,6 +196,5 @@ def table_rules(cfg: Any) -> Iterator[Rule]:
 
 def all_rules(cfg: Any) -> Iterator[Rule]:
     """Yield every rule for a config.Config."""
-    own = leaves.stated(cfg, "rules")
-    parts = prompt_rules, size_rules, *own, reward_rules, table_rules
-    return chain.from_iterable(rules(cfg) for rules in parts)
+    for rules in (prompt_rules, size_rules, *leaves.stated(cfg, "rules"), reward_rules, table_rules):
+        yield from rules(cfg)

@@ -38,7 +38,10 @@ ONLY_WITH = {
     "advantage.kind=gae": ["critic.lr", "critic.warmup_steps", "critic.epochs", "critic.minibatches",
                            "critic.pretrain_steps"],
 }
-REQUIRES = {"advantage.kind=gae": ["prune.tokens.kind=none: a critic's advantages need all tokens"]}
+REQUIRES = {
+    "advantage.kind=gae": ["prune.tokens.kind=none: a critic's advantages need all tokens"],
+    "advantage.alpha": ["advantage.lam=0.95: leave it out, for alpha is in its place"],
+}
 
 
 def rules(cfg: Any) -> Iterator[Rule]:
@@ -47,5 +50,3 @@ def rules(cfg: Any) -> Iterator[Rule]:
         yield "critic.lr", cfg.critic.lr is not None, "above 0 with advantage.kind=gae"
         yield ("critic.pretrain_steps", cfg.critic.pretrain_steps < cfg.steps,
                f"in 0..{cfg.steps - 1}, below steps")
-        yield ("advantage.lam", cfg.advantage.alpha is None or cfg.advantage.lam == type(cfg.advantage)().lam,
-               "left out with advantage.alpha")

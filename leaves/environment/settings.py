@@ -19,10 +19,6 @@ class Environment:
     seconds: Positive = 3.0        # of computing, and of waiting, for a reply
     gib: Positive = 2.0            # memory for a reply
 
-    @property
-    def longest(self) -> int | None:
-        return self.max_context
-
 
 CHOICES = {"environment": Environment}
 HOOKS = ("tokenizer", "task", "engine", "parts", "head")

@@ -128,7 +128,7 @@ def test_a_problem_without_an_answer_has_no_accuracy(tmp_path):
     ("{mine: .nan}", "reward.custom.mine=nan must be a finite number"),
     ("{}", "reward.custom={} must be 1 or {name: weight} to call functions of reward.custom_file="),
     ("{a: 1}\nreward.custom_seconds=0", "reward.custom_seconds=0 must be above 0"),
-    ("{a: 1}\nreward.custom_file=null\nreward.custom_gib=3", "reward.custom_file=None must be the file that has a(), set w"),
+    ("{a: 1}\nreward.custom_file=null\nreward.custom_gib=3", "={'a': 1.0} must be left out, or null, unless "),
     ("null\nreward.custom_file=null\nreward.custom_workers=3", "custom_workers=3 must be left out, or null, unless "),
 ])
 def test_wrong_settings_are_named(custom, message, tmp_path):

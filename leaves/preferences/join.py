@@ -64,7 +64,7 @@ class Pairs:
         for given in prepared:
             adv_S = torch.stack([adv_NG[n, g] for n, g in given.row.members]).to(given.adv_C)
             compared.append(replace(given, adv_C=adv_S[given.row.segment_C]))
-        margin = (ratio_NG[:, :, None] - ratio_NG[:, None, :])[mark_pairs(reward_NG, settings.pairs)]
+        margin = (ratio_NG[:, :, None] - ratio_NG[:, None, :])[mark_pairs(reward_NG)]
         self.count += len(margin)
         self.margin += margin.sum().item()
         self.right += (margin > 0).sum().item()
@@ -94,18 +94,10 @@ def log_ratios(learner: Any, prepared: list[PreparedRow], reward_NG: Tensor) -> 
     return sum(dist.gather([mine_NG]))
 
 
-def mark_pairs(reward_NG: Tensor, pairs: str) -> Tensor:
-    """Mark the pairs (chosen, rejected) of each group, bool [N, G, G]; nan, without a reward, is in none.
-
-    pairs   "all"       every two of different rewards
-            "extremes"  every one of the highest reward with every one of the lowest
-    """
-    better_NGG = reward_NG[:, :, None] > reward_NG[:, None, :]
-    if pairs == "all":
-        return better_NGG
-    high_N1 = reward_NG.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
-    low_N1 = reward_NG.nan_to_num(nan=torch.inf).amin(dim=1, keepdim=True)
-    return better_NGG & (reward_NG == high_N1)[:, :, None] & (reward_NG == low_N1)[:, None, :]
+def mark_pairs(reward_NG: Tensor) -> Tensor:
+    """Mark the pairs (chosen, rejected) of each group, bool [N, G, G]: every two of different rewards; nan,
+    without a reward, is in none."""
+    return reward_NG[:, :, None] > reward_NG[:, None, :]
 
 
 def madpo_weight(gap_NGG: Tensor, settings: Preference) -> Tensor:
@@ -125,9 +117,8 @@ def preference_advantage(ratio_NG: Tensor, reward_NG: Tensor, settings: Preferen
 
     A group's weight is its number of completions with a reward, as under loss.normalize=sum.
     """
-    chosen_NGG = mark_pairs(reward_NG, settings.pairs)
     scored_NG = ~reward_NG.isnan()
-    share_NGG = chosen_NGG.to(ratio_NG.dtype)
+    share_NGG = mark_pairs(reward_NG).to(ratio_NG.dtype)
     share_NGG = share_NGG / share_NGG.sum(dim=(1, 2), keepdim=True).clamp(min=1)
     behind_NGG = ratio_NG[:, None, :] - ratio_NG[:, :, None]
     pull_NGG = settings.beta * (settings.beta * behind_NGG).sigmoid()

@@ -15,7 +15,6 @@ class Preference(OfPairs):
     """Pairs of a group by reward: DPO (arXiv:2305.18290), RPO (2405.16436), MADPO (2510.05342)."""
     kind: Literal["preference"] = "preference"
     beta: Positive = 0.1           # how far the margin counts: the weight of the KL that is implied
-    pairs: Literal["all", "extremes"] = "all"  # all of different rewards, or only the best with the worst
     likelihood: PositiveOrZero = 0.0  # eta; beta * eta weighs -log pi of the chosen (RPO)
     gap: Positive | None = None    # pairs with this difference of rewards weigh 1 (MADPO); null: all do
     c_max: AboveOne = 2.0  # of the weight of pairs below `gap`
@@ -26,7 +25,6 @@ class Preference(OfPairs):
 @kind
 class GroupPreference(OfPairs):
     """DGPO (arXiv:2510.08425) for language models: a group weighs less once the policy tells it apart."""
-    pairs = "all"                  # that are counted
     kind: Literal["group_preference"] = "group_preference"
     beta: Positive = 0.1           # how far the log-ratios count
 

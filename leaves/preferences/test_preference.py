@@ -20,30 +20,25 @@ GRADED_NG = torch.tensor([[3.0, 0.0, 2.5, 0.25], [1.0, NAN, 0.5, 0.0], [NAN, NAN
 RATIO_NG = torch.tensor([[0.3, -2.0, 1.0, 4.0], [9.0, 0.5, -1.0, 2.0], [0.2, 0.1, 7.0, -3.0]], dtype=torch.float64)
 
 
-def pairs_of(reward_NG: torch.Tensor, pairs: str) -> set[tuple[int, int, int]]:
-    return set(map(tuple, mark_pairs(reward_NG, pairs).nonzero().tolist()))
+def pairs_of(reward_NG: torch.Tensor) -> set[tuple[int, int, int]]:
+    return set(map(tuple, mark_pairs(reward_NG).nonzero().tolist()))
 
 
-def test_pairs_are_all_of_different_rewards_or_the_best_with_the_worst():
+def test_pairs_are_all_of_different_rewards():
     G = range(4)
     for reward_NG in (REWARD_NG, GRADED_NG):
         every = {(n, w, r) for n, w, r in product(range(3), G, G) if reward_NG[n, w] > reward_NG[n, r]}
-        assert pairs_of(reward_NG, "all") == every
-    assert pairs_of(REWARD_NG, "extremes") == pairs_of(REWARD_NG, "all")  # right and wrong are all that there is
-    assert pairs_of(GRADED_NG, "extremes") == {(0, 0, 1), (1, 0, 3)}
-    tied = torch.tensor([[2.0, 0.0, 2.0, 1.0]])
-    assert pairs_of(tied, "extremes") == {(0, 0, 1), (0, 2, 1)}
+        assert pairs_of(reward_NG) == every
 
 
 @pytest.mark.parametrize("reward_NG", [REWARD_NG, GRADED_NG])
-@pytest.mark.parametrize("settings", [Preference(beta=0.7), Preference(pairs="extremes", gap=1.0),
-                                      Preference(likelihood=0.5)])
+@pytest.mark.parametrize("settings", [Preference(beta=0.7), Preference(gap=1.0), Preference(likelihood=0.5)])
 def test_advantages_are_the_negative_derivative_of_the_loss_by_log_ratios(reward_NG, settings):
     """A group counts by its completions with a reward; one without has no advantage, and a group without pairs 0."""
     ratio_NG = RATIO_NG.clone().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
     for n in range(3):
-        chosen = sorted((w, r) for k, w, r in pairs_of(reward_NG, settings.pairs) if k == n)
+        chosen = sorted((w, r) for k, w, r in pairs_of(reward_NG) if k == n)
         for w, r in chosen:
             h = float(reward_NG[n, w] - reward_NG[n, r])
             weight = float(madpo_weight(torch.tensor(h), settings)) if settings.gap else 1.0

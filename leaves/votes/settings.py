@@ -31,7 +31,5 @@ def rules(cfg: Any) -> Iterator[Rule]:
            f"below labels.right={labels.right}: votes must be likelier for the true answer than for another")
     yield ("labels.most", labels.most >= G, f"at least {G} (rollout.group_size), "
            "which are sampled of every prompt")
-    yield ("advantage.kind", cfg.advantage.kind != "soft_value",
-           "another kind with labels.kind=votes: V* is estimated from the answers of the data")
     yield ("labels.kind", cfg.reward.needs_answers,
            "gold if no component of the reward compares with an answer")

@@ -179,7 +179,7 @@ def test_a_prompt_without_an_answer_has_no_reward(reward, tmp_path, monkeypatch)
     (["labels.most=4"], r"labels.most=4 must be at least 16 \(rollout.group_size\)"),
     (["labels.threshold=1"], "labels.threshold=1(.0)? must be above 1"),
     (["reward={accuracy: 0, format: 1}"], "labels.kind=votes must be gold if no component"),
-    (["advantage.kind=soft_value"], "advantage.kind=soft_value must be another kind with labels"),
+    (["advantage.kind=soft_value"], "labels.kind=votes must be gold with advantage.kind=soft_value: V"),
     (["windows.tokens=8", "advantage.kind=gae", "critic.lr=1e-4", "loss.normalize=token"],
      "windows.tokens=8 must be null"),
     (["labels.kind=gold", "labels.most=8"], "labels.most belongs to votes; this is gold"),

@@ -61,5 +61,3 @@ def rules(cfg: Any) -> Iterator[Rule]:
            f"at most {own.max_age + 1}, windows.max_age and 1: a step trains on prompts_per_step groups")
     yield ("windows.in_flight", not going_on or int(own.in_flight * N) > N,
            f"1, or enough for one group more than {N} (rollout.prompts_per_step)")
-    yield ("advantage.kind", cfg.advantage.kind != "soft_value",
-           "another kind with windows.max_age: V* is estimated in one rollout of all prompts")

@@ -197,7 +197,7 @@ def rloo(answers, cfg):
     return -sum(clipped(x.ratio_T, x.reward - others(x), 0.2, 0.2).mean() for x in answers) / len(answers)
 
 
-def by_pairs(answers: list[Answer], cfg: Config, extremes: bool = False) -> Tensor:
+def by_pairs(answers: list[Answer], cfg: Config) -> Tensor:
     """-w log sigma(beta ((now_w - ref_w) - (now_l - ref_l))) then RPO's line, over groups of pairs (w, r).
 
     The authors of RPO write `losses -= policy_chosen_logps * self.beta * self.eta`."""
@@ -205,9 +205,6 @@ def by_pairs(answers: list[Answer], cfg: Config, extremes: bool = False) -> Tens
     for n in range(len(LENGTHS)):
         group = [x for x in answers if x.n == n]
         pairs = [(w, r) for w in group for r in group if w.reward > r.reward]
-        if extremes:
-            best, worst = max(x.reward for x in group), min(x.reward for x in group)
-            pairs = [(w, r) for w, r in pairs if w.reward == best and r.reward == worst]
         for w, r in pairs:
             margin = (w.now_T - w.ref_T).sum() - (r.now_T - r.ref_T).sum()
             loss = madpo_weight(w.reward - r.reward, settings) * -torch.nn.functional.logsigmoid(settings.beta * margin)
@@ -259,8 +256,6 @@ OBJECTIVES = {
                                                "loss.normalize=sum"]),
     "odpo": (by_pairs, "odpo_gsm8k.yaml toy.yaml", []),
     "odpo-graded": (by_pairs, "odpo_gsm8k.yaml toy.yaml", GRADED),
-    "odpo-extremes": (partial(by_pairs, extremes=True), "odpo_gsm8k.yaml toy.yaml",
-                      [*GRADED, "advantage.pairs=extremes"]),
     "rpo": (by_pairs, "rpo_gsm8k.yaml toy.yaml", []), "madpo": (by_pairs, "madpo_toy.yaml", []),
     "dgpo": (dgpo, "dgpo_gsm8k.yaml toy.yaml", GRADED),
     "rloo": (rloo, "grpo_toy.yaml", ["advantage.kind=leave_one_out"]),
