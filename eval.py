@@ -5,7 +5,6 @@
     python eval.py --model RUN/hf --config RUN/config.yaml      # as the run itself does it; or a checkpoint
     python eval.py --model DIR [DIR ...] --suite competitions   # frozen: a line to cite, a paired table
     python eval.py --rescore results.json                       # grade the same responses again
-    python eval.py --rescore results.json --also math-verify    # and math-verify's verdicts beside ours
     python eval.py --compare a.json b.json                      # paired: difference, interval and p
 
 --set changes settings as in training: eval.n, eval.temperature, eval.max_new_tokens, rollout.slots, ...
@@ -285,10 +284,6 @@ def evaluate_models(args: argparse.Namespace) -> None:
 def print_result(result: dict, args: argparse.Namespace, *above: str) -> None:
     """Print the table of a result."""
     print(*above, results_table(result["results"]), sep="\n", flush=True)
-    if args.also:
-        from leaves.cite.rescore import math_verify_lines
-
-        print(*math_verify_lines(result["results"]), sep="\n", flush=True)
 
 
 def evaluate_or_compare(args: argparse.Namespace) -> None:

@@ -61,7 +61,6 @@ def of_eval(text: str | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the samples, at a temperature above 0")
     add("--out", type=user_path, help="JSON with settings, scores and responses; of several models a folder")
     add("--rescore", type=user_path, help="a result: grade its responses again")
-    add("--also", choices=["math-verify"], help="judge by it too, and list the answers on which it differs")
     add("--compare", type=user_path, nargs=2, help="two results on the same problems")
     return parser.parse_args()
 

@@ -16,20 +16,6 @@ from leaves.cite import compare, rescore
 from settings.loader import ConfigError
 
 
-def test_math_verifys_verdicts_stand_beside_ours(tmp_path):
-    """It reads the argument of a logarithm over the sign of multiplication."""
-    problems = [{"id": str(i), "gold": gold, "question": "q", "level": None, "subject": None, "responses": [{
-        "id": str(i), "k": 0, "text": rf"\boxed{{{text}}}", "tokens": 1, "finished": True}]}
-        for i, (gold, text) in enumerate([("5", "5"), (r"\ln 6", r"\ln 2 \cdot 3"), ("6", "7")])]
-    for problem in problems:
-        problem["responses"][0] |= evaluation.grade([(problem["gold"], problem["responses"][0]["text"])])[0]
-    result = {"few": figures.summarise(problems)}
-    assert "33.3% [" in figures.results_table(result).splitlines()[1]
-    accuracy, differ = rescore.math_verify_lines(result)
-    assert accuracy == "few by math-verify: 66.7%"
-    assert differ.startswith(r"few 1: '\\ln 2 \\cdot 3' for '\\ln 6' is wrong; math-verify reads ")
-
-
 def test_two_results_are_compared_problem_by_problem(tmp_path):
     """Eight got better and one worse: a difference of 7 of 20, and McNemar's exact p of 20/512."""
     first = written(tmp_path / "a.json", *["wrong"] * 8, *["right"] * 12)
