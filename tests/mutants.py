@@ -144,7 +144,7 @@ BUGS = {
     "config": [('"in [-1e6, 1e6]"', '"in [-1e309, 1e309]"', "config")],
     "settings/loader": [(r're.search("[\ud800-\udfff]", value)', "False", "damaged")],
     "train": [("{how_to_go_on(path.parent)}", "the policy before it is in the newest checkpoint", "train")],
-    "verify/workers": [("or had >= seconds + 1", "", "grade"), ("and not now.runs", "", "grade"),
+    "verify/workers": [("or had >= seconds + 1", "", "grade"), ("and not runs", "", "grade"),
                        ("self.limits.once or", "", "grade")],
     "verify/host": [("self.end_strays()\n        for", "for", "grade")],
     "records": [

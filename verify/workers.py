@@ -34,6 +34,8 @@ from struct import pack
 from threading import Lock, Thread
 from time import monotonic
 
+import numpy as np
+
 from verify.errors import VerifyError
 
 WORKERS = max(1, min(32, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
@@ -261,38 +263,28 @@ def is_ready(seconds: float, pid: int, *places: object) -> bool:
 
     To queue for a processor is neither, so a busy machine changes nothing.
     """
-    start, most = monotonic(), max(1.0, seconds)
-    before, waited = measure(pid), 0.0
+    start, most, waited = monotonic(), max(1.0, seconds), 0.0
+    before, _ = measure(pid)
     while not wait(places, max(0.01, most - waited)):
-        now = measure(pid)
-        had, queued = now.had - before.had, now.queued - before.queued
+        now, runs = measure(pid)
+        had, queued = now - before
         waited = monotonic() - start - had - queued
-        if waited >= most and not now.runs or had >= seconds + 1:
+        if waited >= most and not runs or had >= seconds + 1:
             return bool(wait(places, 0))
     return True
 
 
-@dataclass(slots=True)
-class Usage:
-    """Seconds that a process and its descendants had a processor or queued for one, and if one does now."""
-
-    had: float = 0.0
-    queued: float = 0.0
-    runs: bool = False
-
-
-def measure(pid: int) -> Usage:
-    """Measure a process; nothing if it has ended."""
-    usage, family = Usage(), [pid]
+def measure(pid: int) -> tuple[np.ndarray, bool]:
+    """Measure the seconds that a process and its descendants had a processor and that they queued for one,
+    and tell whether one does now."""
+    times, runs, family = np.zeros(2), False, [pid]
     for member in family:  # which grows
         for task in Path(f"/proc/{member}/task").glob("*"):
-            with suppress(OSError):
-                had, queued, _ = (task / "schedstat").read_text().split()
-                usage.had += int(had) / 1e9
-                usage.queued += int(queued) / 1e9
-                usage.runs |= ") R " in (task / "stat").read_text()
+            with suppress(OSError):  # it has ended
+                times += np.array((task / "schedstat").read_text().split()[:2], float) / 1e9
+                runs |= ") R " in (task / "stat").read_text()
                 family += (task / "children").read_text().split()
-    return usage
+    return times, runs
 
 
 # ---- in a worker
