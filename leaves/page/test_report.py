@@ -11,7 +11,6 @@ import report
 from infra import runfolder
 from infra.lines import read_log, rewrite_log
 from leaves.page import charts
-from leaves.page.charts import kept_by_difficulty
 from leaves.page.runs import group_runs, read_run
 from leaves.page.samples import choose_answers, choose_completions
 from leaves.page.tables import AT_BUDGET, format_mean, make_tables
@@ -187,23 +186,6 @@ def test_what_is_no_run_or_is_given_twice_is_named(tmp_path):
             ([broken], tmp_path, "broken/config.yaml: steps='many' must be a whole number")):
         with pytest.raises(ConfigError, match=said):
             report.write_report(folders, out)
-
-
-def test_what_was_kept_by_difficulty():
-    prompts = [{"right": [1, 0, 0, 0], "completion_weight": [2.0, 0, 1.5, 0]}, {"right": [0, 0, 0, 0]},
-               {"right": [1, None, 1, 1], "completion_weight": [0, 0, 1.0, 0]}, {"id": "skipped"}]
-    right, wrong = kept_by_difficulty([{"prompts": prompts}])
-    assert right[:, 2].tolist() == [1, 1] and wrong[:, 2].tolist() == [1, 3]  # a quarter: bin 2 of 10
-    assert wrong[:, 0].tolist() == [0, 4] and right[:, 10].tolist() == [1, 3]
-    assert right.sum() + wrong.sum() == 1 + 1 + 1 + 3 + 4 + 1 + 3
-    # Without answers by the reward, whose range is that of the run, wherever it lies.
-    kept = {"completion_weight": [1.0, 2.0, 0, 0]}
-    for low in (0, -1):
-        prompts = [kept | {"reward": [low + r for r in (0, 1, 0.5, 0.5)]}, {"reward": [low + 2, low + 2, None, low + 2]},
-                   {"reward": [low] * 4, "completion_weight": [1.0, 0, 0, 0]}, {"id": "skipped"}]
-        above, others = kept_by_difficulty([{"prompts": prompts}])
-        assert above[:, 2].tolist() == [1, 1] and others[:, 2].tolist() == [1, 3]
-        assert above[:, 10].tolist() == [0, 3] and others[:, 0].tolist() == [1, 4] and above.sum() == 5
 
 
 def test_a_page_of_a_long_run_has_every_kth_step_and_answer_and_says_so(tmp_path):
