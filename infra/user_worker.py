@@ -30,7 +30,7 @@ LOADED: dict[Source, dict | str] = {}  # the names of a file, or why it could no
 
 
 def load_ahead(source: Source, *functions: Callable) -> None:
-    """Load a file in the host, of which each call is a fork. What is called is loaded before, so that
+    """Load a file in the host; each call is a fork of that. What is called is loaded before, so that
     no module beside the file takes the place of one of ours."""
     try:
         LOADED[source] = load(source)

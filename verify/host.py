@@ -1,4 +1,4 @@
-"""What runs in hosts and workers (workers.py): a process that has loaded what calls need, and its forks.
+"""Hosts, which have loaded all that calls need, and their forks (workers.py).
 
 All that a call has started ends with its worker, and everything with the program.
 """
@@ -26,11 +26,11 @@ def serve(channel: int, *kept: int) -> None:
     that are `kept`."""
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    ctypes.CDLL(None).prctl(SUBREAPER, 1)  # what a fork leaves behind becomes a child of this process
+    ctypes.CDLL(None).prctl(SUBREAPER, 1)  # it inherits the children of a fork that ends
     allowed, program = resource.getrlimit(resource.RLIMIT_AS), Connection(channel)
     answer(program)
     resource.setrlimit(resource.RLIMIT_AS, (allowed[1], allowed[1]))
-    gc.freeze()  # what is there stays shared with the forks
+    gc.freeze()  # memory stays shared with the forks
     Forks(channel, kept).run()
 
 
@@ -43,7 +43,7 @@ def answer(program: Connection) -> None:
         said = True, function(*given)
     except MemoryError:
         said = False, MEMORY
-    except BaseException as error:  # whose class the program may not have
+    except BaseException as error:  # the program may not have its class
         said = False, f"{type(error).__name__}: {error}"
     if os.getpid() != process:  # the function has forked: its child must not answer too
         os._exit(0)
@@ -57,7 +57,7 @@ class Forks:
     def __init__(self, program: int, kept: tuple[int, ...]):
         self.program, self.kept = socket(fileno=program), kept
         self.place = Path(f"/proc/self/task/{os.getpid()}/children")
-        self.known = self.children()  # forks, and what was started while this got ready
+        self.known = self.children()  # forks, and processes started while this got ready
         self.selector = PollSelector()
         self.selector.register(self.program, EVENT_READ, self.fork)
 

@@ -1,7 +1,7 @@
 """Call functions in worker processes that are bounded in time and memory and may be killed at any time.
 
-A worker is a fork of a host (host.py), a process that has loaded what its calls need. Hosts are forks of one
-that has imported what is slow. A thread of this program waits for each call.
+A worker is a fork of a host (host.py), a process that has loaded all that its calls need. Hosts are forks of
+one that has done the slow imports. A thread of this program waits for each call.
 """
 
 import importlib
@@ -184,7 +184,7 @@ class Fork:
 
 
 class Root(Fork):
-    """The process whose forks the hosts are. It ends when this program does."""
+    """The process that forks the hosts. It ends when this program does."""
 
     def __init__(self):
         self.channel, self.fate, *theirs = connect()
