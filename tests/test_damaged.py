@@ -228,7 +228,6 @@ def logged(tmp_path_factory) -> Path:
     ("eval_000001.jsonl", ("responses", 0, "verdict"), None, ":1: 'reward' is missing"),
     ("eval_000000.jsonl", ("responses",), None, ":1: 'responses' is missing"),
     ("eval_000001.jsonl", ("set",), {}, " holds a value that no run writes .TypeError: unhashable"),
-    ("decisions.jsonl", ("prompts", 0, "completion_weight"), [1.0], " holds a value that no run writes .ValueError"),
 ])
 def test_a_line_of_a_log_that_was_edited_is_named(name, keys, value, message, logged, tmp_path, monkeypatch):
     report, charts = pytest.importorskip("report"), pytest.importorskip("leaves.page.charts")
