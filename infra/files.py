@@ -9,22 +9,12 @@ from collections import defaultdict
 from itertools import zip_longest
 from pathlib import Path
 
-from infra.rows import Rows
+from infra.rows import Rows, to_object
 from settings.loader import SHORT, ConfigError, in_short, parse_json
 
 PLAIN = "each number finite, and null for none"
 TYPES = {str: "texts", bool: "true or false", list: "lists", dict: "objects"}  # others are numbers
 TWO_WAYS = re.compile(r"-?\d+(\.\d{3})*,\d+|-?[1-9]\d{0,2}(\.\d{3})+")  # numbers where a comma is the point
-
-
-def to_object(pairs: list[tuple]) -> dict:
-    """Make an object of a row from its keys and values. Raises ValueError for a key that is given twice."""
-    row = {}
-    for name, value in pairs:
-        if name in row:
-            raise ValueError(f"{name!r} is given twice, behind {SHORT.repr(row)}")
-        row[name] = value
-    return row
 
 
 def print_doubts(path: Path, rows: list[tuple]) -> None:

@@ -11,7 +11,7 @@ from decimal import Decimal
 from hashlib import sha256
 
 from records import Problem
-from settings.loader import ConfigError, encodable, meant, parse_json
+from settings.loader import SHORT, ConfigError, encodable, meant, parse_json
 from verify.grade import name_unreadable
 
 Columns = dict[str, str | None]  # data.columns
@@ -25,6 +25,16 @@ OTHER_NAMES = {
 }
 # A message is {"role", "content"}, or as in ShareGPT {"from", "value"}; other names of the roles.
 ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
+
+
+def to_object(pairs: list[tuple]) -> dict:
+    """Make an object of a row from its keys and values. Raises ValueError for a key that is given twice."""
+    row = {}
+    for name, value in pairs:
+        if name in row:
+            raise ValueError(f"{name!r} is given twice, behind {SHORT.repr(row)}")
+        row[name] = value
+    return row
 
 
 def with_letters(row: dict) -> dict:
@@ -97,8 +107,6 @@ def messages_of(question: object, place: str) -> tuple[tuple[dict, ...], str]:
     """
     looks_like = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
     if isinstance(question, str) and looks_like.match(question):
-        from infra.files import to_object
-
         question = parse_json(question, place, "the question looks like a list of messages; write it with "
                                                "json.dumps", to_object)
     if not isinstance(question, list) or not question:
