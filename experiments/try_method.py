@@ -23,7 +23,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -125,9 +125,9 @@ def add_kinds(section: type, setting: str, functions: dict[type, Any], table: di
 
 
 def name_of(kind: type) -> str:
-    names = [field.default for field in fields(kind) if field.name == "kind"]
-    if not names or not isinstance(names[0], str):
-        raise config.ConfigError(f'{kind.__name__} has no name: give it kind: Literal["mine"] = "mine"')
+    names = [*loader.choices(kind)]
+    if not names:
+        raise config.ConfigError(f'{kind.__name__} has no name: mark it as @kind("mine")')
     return names[0]
 
 

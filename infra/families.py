@@ -21,7 +21,7 @@ from settings.loader import (
     ZeroToOne,
     build,
     convert,
-    kind,
+    named,
     read,
 )
 
@@ -33,7 +33,7 @@ Activation = Literal["silu", "gelu_pytorch_tanh"]
 
 # ---- rotary embeddings, in the names of config.json
 
-@kind
+@named
 class Rope:
     """A rotary embedding; the kinds below stretch its long waves."""
 
@@ -41,19 +41,19 @@ class Rope:
     partial_rotary_factor: ZeroToOne = 1.0  # share of a head that turns
 
 
-@kind
+@named
 class Linear(Rope):
     factor: Annotated[float, "at least 1"]
 
 
-@kind
+@named
 class Llama3(Linear):
     low_freq_factor: Positive
     high_freq_factor: Positive
     original_max_position_embeddings: Count
 
 
-@kind
+@named
 class Yarn(Linear):
     """YaRN (arXiv:2309.00071)."""
 
@@ -72,7 +72,7 @@ ROPES = {"default": Rope, "linear": Linear, "llama3": Llama3, "yarn": Yarn}
 
 # ---- config.json
 
-@kind
+@named
 class Common:
     """The settings of config.json that every family reads, in Hugging Face's names."""
 
@@ -94,7 +94,7 @@ class Common:
     dtype: Dtype | None = None
 
 
-@kind
+@named
 class ConfigFile(Common):
     """The settings of config.json; of these a family reads the ones in the `settings` of its row."""
 
@@ -114,7 +114,7 @@ class ConfigFile(Common):
 
 # ---- the table
 
-@kind
+@named
 class Family:
     """The properties of a family; the defaults are Llama's."""
 
@@ -144,7 +144,7 @@ FAMILIES = {name: build(Family, row, f"{name}.") for name, row in TABLE["familie
 
 # ---- a decoder's shape
 
-@kind
+@named
 class Shape:
     """The numbers that the decoder computes with."""
 

@@ -24,12 +24,11 @@ KeepCount = Annotated[int, ("at least 1 and at most rollout.group_size; to train
 DropProb = Annotated[float, "in [0, 1): no weight makes up for a certain drop"]
 
 
-@kind
+@kind("gold")
 class Gold:
     """Score by the answers of the data."""
     reads_answers = True
     chunk = 0                # completions of a prompt that are sampled at once, beside rollout.group_size
-    kind: Literal["gold"] = "gold"
 
 
 Labels = Gold
@@ -43,36 +42,31 @@ class Comparison:
     fills_slots = False      # it samples with all decoding slots before the first step
 
 
-@kind
+@kind("group_norm")
 class GroupNorm(Comparison):
     """GRPO (arXiv:2402.03300): the reward less its group's mean, over the group's standard deviation."""
-    kind: Literal["group_norm"] = "group_norm"
     correction: Literal[0, 1] = 1  # of the standard deviation: 1 in the released codes, 0 in the papers
     eps: Positive = 1e-4           # added to the deviation; verl has 1e-6
 
 
-@kind
+@kind("centred")
 class Centred(Comparison):
     """Dr. GRPO (arXiv:2503.20783): the reward less its group's mean."""
-    kind: Literal["centred"] = "centred"
 
 
-@kind
+@kind("leave_one_out")
 class LeaveOneOut(Comparison):
     """RLOO (arXiv:2402.14740): the reward less the mean of the others in its group."""
-    kind: Literal["leave_one_out"] = "leave_one_out"
 
 
-@kind
+@kind("shrinkage")
 class Shrinkage(Comparison):
     """The reward less a mean of the others, shrunk towards the other prompts' (arXiv:2511.03710)."""
-    kind: Literal["shrinkage"] = "shrinkage"
 
 
-@kind
+@kind("decoupled")
 class Decoupled(Comparison):
     """GDPO (arXiv:2601.05242): components standardised one by one, then their weighted sum."""
-    kind: Literal["decoupled"] = "decoupled"
     correction: Literal[0, 1] = 1  # of both standard deviations, as with group_norm
     eps: Positive = 1e-4           # added to the deviation
 
@@ -80,56 +74,49 @@ class Decoupled(Comparison):
 Advantage = GroupNorm | Centred | LeaveOneOut | Shrinkage | Decoupled
 
 
-@kind
+@kind("none")
 class KeepAll:
     """Train on every completion."""
-    kind: Literal["none"] = "none"
 
 
-@kind
+@kind("topk")
 class TopK:
     """CPPO (arXiv:2503.22342): train on the completions of the largest |advantage|. Biased."""
-    kind: Literal["topk"] = "topk"
     keep: KeepCount                     # per group, of rollout.group_size
     scope: Literal["group", "batch"] = "group"  # batch: keep x groups of the whole step
 
 
-@kind
+@kind("bottom")
 class Bottom:
     """Dynamic Pruning as listed (arXiv:2603.04135): drop completions of small |advantage|. Biased."""
-    kind: Literal["bottom"] = "bottom"
     drop_prob: DropProb            # share of each group
 
 
-@kind
+@kind("bernoulli")
 class Bernoulli:
     """Dynamic Pruning as proved (arXiv:2603.04135): drop small |A| at random, weigh up the kept. Unbiased."""
-    kind: Literal["bernoulli"] = "bernoulli"
     drop_prob: DropProb            # of a completion with an |advantage| below its group's mean
 
 
-@kind
+@kind("pps")
 class Pps:
     """Draw a given number with probability in proportion to size, and weigh by its inverse. Unbiased."""
-    kind: Literal["pps"] = "pps"
     keep: KeepCount                     # per group, of rollout.group_size
     scope: Literal["group", "batch"] = "group"  # batch: keep x groups of the whole step
     size: Literal["adv", "surprise"] = "surprise"  # |advantage|, or the gradient's norm, from log-probs
     by_cost: bool = False          # size over sqrt(length), for a budget of tokens instead of completions
 
 
-@kind
+@kind("pods")
 class Pods:
     """PODS (arXiv:2504.13818): train on the completions with the largest reward variance. Biased."""
-    kind: Literal["pods"] = "pods"
     keep: KeepCount                     # per group, of rollout.group_size
     compare: Literal["kept", "all"] = "kept"  # advantages among those kept, as released, or among all
 
 
-@kind
+@kind("variance")
 class VarianceShare:
     """RAGEN-2 (arXiv:2604.06268): train on the groups that hold most of the reward variance. Biased."""
-    kind: Literal["variance"] = "variance"
     share: Share = 0.9  # of the sum of the groups' variances
     slack: PositiveOrZero = 0.01   # taken off the share: a step of hardly any variance is left out
 
@@ -142,41 +129,36 @@ class Draw:
     refills = False  # others are drawn in place of the prompts that it skips
 
 
-@kind
+@kind("none")
 class AllPrompts(Draw):
     """Roll out every prompt."""
-    kind: Literal["none"] = "none"
 
 
-@kind
+@kind("bernoulli")
 class BernoulliPrompts(Draw):
     """Dynamic Pruning as proved (arXiv:2603.04135): skip small |A| at random, weigh up the kept. Unbiased."""
-    kind: Literal["bernoulli"] = "bernoulli"
     drop_prob: DropProb            # of a prompt with a mean |advantage| below the average prompt's
 
 
-@kind
+@kind("rank")
 class LowestRank(Draw):
     """Dynamic Pruning as listed (arXiv:2603.04135): skip prompts of small mean |advantage|. Biased."""
-    kind: Literal["rank"] = "rank"
     drop_prob: DropProb            # share of a step
     # times in a row that a prompt may be skipped
     max_skips: Annotated[int, "at least 1: a prompt that is never rolled out is never measured again"]
 
 
-@kind
+@kind("greso")
 class Greso(Draw):
     """GRESO (arXiv:2506.02177): roll out with probability max(p^z, 0.01) after z flat groups. Biased."""
     refills = True
-    kind: Literal["greso"] = "greso"
     explore: Annotated[float, "in [0.05, 0.95], as GRESO bounds it"] = 0.5  # p at first
     target: Chance = 0.25  # share of flat groups that p is steered to
 
 
-@kind
+@kind("pps")
 class ProportionalPrompts(Draw):
     """Roll out with probability in proportion to the mean |advantage| of the newest group. Unbiased."""
-    kind: Literal["pps"] = "pps"
     # of the prompts rolled out before, how many are expected to be again
     share: Share
     floor: Share = 0.1  # least size of a prompt, over their mean
@@ -185,16 +167,14 @@ class ProportionalPrompts(Draw):
 Prompts = AllPrompts | BernoulliPrompts | LowestRank | Greso | ProportionalPrompts
 
 
-@kind
+@kind("none")
 class WholeCompletions:
     """Train on every token of the survivors."""
-    kind: Literal["none"] = "none"
 
 
-@kind
+@kind("prefix")
 class Prefix:
     """NAT (arXiv:2603.06619): train on the tokens before a random cut, weighed up. Unbiased."""
-    kind: Literal["prefix"] = "prefix"
     # chance that nothing is cut off, above 0; no token weighs more than one over it
     whole: Share = 0.5
     least: Count = 1               # tokens that no cut takes
@@ -203,62 +183,55 @@ class Prefix:
 Tokens = WholeCompletions | Prefix
 
 
-@kind
+@kind("clip")
 class Clip:
     """PPO (arXiv:1707.06347), GRPO, DAPO: the ratio, or no gradient if the clip has stopped it."""
-    kind: Literal["clip"] = "clip"
     low: ZeroToOne = 0.2           # the ratio counts from 1 - low
     high: PositiveOrZero = 0.2     # ... up to 1 + high; above low: DAPO's clip-higher
     dual: float | None = None      # upper bound on the ratio of a negative advantage; verl has 10
 
 
-@kind
+@kind("clip_sequence")
 class ClipSequence:
     """GSPO (arXiv:2507.18071): clip by the geometric mean of a completion's token ratios."""
-    kind: Literal["clip_sequence"] = "clip_sequence"
     low: ZeroToOne = 0.2           # the mean ratio counts from 1 - low
     high: PositiveOrZero = 0.2     # ... up to 1 + high
     dual: float | None = None      # upper bound on the ratio of a negative advantage
 
 
-@kind
+@kind("clamp")
 class Clamp:
     """CISPO (arXiv:2506.13585): the ratio is clamped and every token keeps its gradient."""
-    kind: Literal["clamp"] = "clamp"
     low: ZeroToOne = 0.2           # the ratio is at least 1 - low
     high: PositiveOrZero = 0.2     # ... and at most 1 + high
 
 
-@kind
+@kind("total_variation")
 class TotalVariation:
     """Divergence PPO (arXiv:2602.04879), IPO of prime-rl: bound how far a token's probability moves."""
-    kind: Literal["total_variation"] = "total_variation"
     divergence: Positive           # the bound, on a difference of probabilities; 0.15 in the paper
     sides: Literal["advantage", "both"] = "advantage"  # stop moves along the advantage, or all moves (IPO)
     cap: AboveOne = 20.0  # upper bound on the ratio
 
 
-@kind
+@kind("binary_kl")
 class BinaryKl:
     """Divergence PPO (arXiv:2602.04879) by the KL of a token against all others."""
-    kind: Literal["binary_kl"] = "binary_kl"
     divergence: Positive           # the bound, in nats; 0.05 in the paper
     cap: AboveOne = 20.0  # upper bound on the ratio
 
 
-@kind
+@kind("none")
 class NoBound:
     """REINFORCE, A*-PO: the gradient of -A log pi, however far the policy has moved."""
-    kind: Literal["none"] = "none"
 
 
 Trust = Clip | ClipSequence | Clamp | TotalVariation | BinaryKl | NoBound
 
 
-@kind
+@kind("adamw")
 class AdamW:
     """AdamW (arXiv:1711.05101) on all weights that are trained."""
-    kind: Literal["adamw"] = "adamw"
     lr: Positive                   # learning rate
     schedule: Literal["constant", "cosine"] = "constant"  # after the warm-up; cosine: down to 0 at the end
     warmup_steps: CountOrZero = 0  # steps of a rising rate, from 0

@@ -1,8 +1,8 @@
 """Turn yaml into frozen dataclasses: files over their bases, `--set`, types, bounds, errors.
 
 This file knows no setting. A section is a dataclass. A section that comes in kinds is a union of dataclasses;
-each has its kind as the first field, `kind: Literal["topk"] = "topk"`. A config that names no kind gets the
-first one.
+each is marked with its name, as `@kind("topk")`, and has it as its first field. A config that names no kind
+gets the first one.
 """
 import difflib
 import json
@@ -40,9 +40,17 @@ def frozen(cls: type) -> type:
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
-def kind(cls: type) -> type:
+def named(cls: type) -> type:
     """The same with fields given by name: so a fork may add one anywhere."""
     return dataclass(frozen=True, slots=True, kw_only=True)(cls)
+
+
+def kind(name: str) -> Callable[[type], type]:
+    """The same for one kind of a section; the name is its first field, `kind`."""
+    def with_kind(cls: type) -> type:
+        cls.kind, cls.__annotations__ = name, {"kind": Literal[name]} | cls.__annotations__
+        return named(cls)
+    return with_kind
 
 
 class ConfigError(ValueError):

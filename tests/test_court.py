@@ -470,7 +470,7 @@ def test_a_method_that_would_not_be_tried_is_an_error(plugged, command, tmp_path
     assert "advantage.kind=group_norm is not of" in why and '--set "advantage={kind: deviation}"' in why
     for name, text, says in [("none", "ADVANTAGE = {}", "defines none of ADVANTAGES, COMPLETIONS, TRUST, weigh, wrap"),
                              ("taken", MINE.replace("deviation", "centred"), "advantage.kind=centred is there already"),
-                             ("unnamed", MINE.replace("kind: Literal", "sort: Literal"), "Deviation has no name")]:
+                             ("unnamed", MINE.replace('@kind("deviation")', ""), "Deviation has no name")]:
         (tmp_path / f"{name}.py").write_text(text)
         assert says in refused(command, capsys, court, "--method", str(tmp_path / f"{name}.py"))
     assert "method no.py not found" in refused(command, capsys, court, "--method", "no.py")

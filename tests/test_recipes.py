@@ -82,6 +82,6 @@ def test_a_recipe_applies_trains_and_does_what_it_says(recipe, check, tmp_path):
     sets = [part for setting in SMALL for part in ("--set", setting)]
     printed = run(folder, sys.executable, "train.py", "--config", name, *sets, "--set", "out=run")
     assert "after 2 steps" in printed
-    kinds = set(re.findall(r'kind: Literal\["(\w+)"\]', recipe))
+    kinds = set(re.findall(r'@kind\("(\w+)"\)', recipe))
     assert len(kinds) == 1 and f"kind: {kinds.pop()}\n" in (folder / "run" / "config.yaml").read_text()
     check(*(runfolder.read_log(folder / "run" / f"{log}.jsonl") for log in ("samples", "decisions")))

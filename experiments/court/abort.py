@@ -16,7 +16,7 @@ policy gradient, and there a baseline's error does not cancel.) DUET (arXiv:2605
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated
 
 from collect import Sampler
 from config import Config, ConfigError
@@ -29,10 +29,9 @@ from records import Group, PromptDraw, Request, Sample
 from settings.loader import Count, kind
 
 
-@kind
+@kind("abort")
 class Abort:
     """Train on the completions that were not aborted, weighed up. Unbiased."""
-    kind: Literal["abort"] = "abort"
     mark: Count = 16               # tokens after which a completion may be aborted
     bias: float = 0.9              # with `spread` 1/2: P = 2.5 sqrt(h (1 - h))
     spread: float = 0.5

@@ -25,10 +25,9 @@ from records import PromptDraw, Sample
 from settings.loader import ZeroToOne, kind
 
 
-@kind
+@kind("biased_abort")
 class BiasedAbort(Abort):
     """Train on the completions that were not aborted, at weight 1. Biased."""
-    kind: Literal["biased_abort"] = "biased_abort"
     aborted: Literal["dropped", "failed", "balanced"] = "dropped"
     cut: ZeroToOne = 0.5           # failed: the least P that goes on; balanced: the share that goes on
 

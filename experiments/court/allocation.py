@@ -33,10 +33,9 @@ from settings.kinds import Comparison
 from settings.loader import Count, kind
 
 
-@kind
+@kind("allocated")
 class Allocated(Comparison):
     """Leave-one-out among as many completions of each prompt as its history asks for."""
-    kind: Literal["allocated"] = "allocated"
     rule: Literal["cost", "spread", "posterior", "length"] = "cost"
     least: Annotated[int, "at least 2 to compare them"] = 2  # completions of a prompt
     most: Count = 32

@@ -7,7 +7,6 @@ stays uncorrected. The surrogate is PPO's with R in place of r and a dual clip a
 gradient flows through r_t alone, and the bounds' defaults are those of the authors' code.
 """
 
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,10 +15,9 @@ from records import LogProbs
 from settings.loader import Positive, kind
 
 
-@kind
+@kind("cumulative")
 class Cumulative:
     """Clip the product of the ratios so far within bounds that grow with the root of the place."""
-    kind: Literal["cumulative"] = "cumulative"
     low: Positive = 0.025   # in nats, as all three
     high: Positive = 0.05
     most: Positive = 0.05   # upper bound where the advantage is negative

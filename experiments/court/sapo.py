@@ -5,7 +5,6 @@ gradient is the policy gradient. Beside r A, that of no clip, it fades on both s
 with s the sigmoid, the faster the larger tau is, and is nowhere 0.
 """
 
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,10 +13,9 @@ from records import LogProbs
 from settings.loader import Positive, kind
 
 
-@kind
+@kind("soft_gate")
 class SoftGate:
     """Let the gradient fade, beside that without a clip, as the ratio leaves 1."""
-    kind: Literal["soft_gate"] = "soft_gate"
     tau_right: Positive = 1.0   # of positive advantages, as the authors have it
     tau_wrong: Positive = 1.05  # of negative ones
 

@@ -4,7 +4,6 @@ The reward is +1 for a right completion and -1 for a wrong one. PSR takes the ri
 the wrong ones alone (right=0), and W-REINFORCE both, the right ones at a tenth (right=0.1, the default).
 """
 
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,10 +13,9 @@ from settings.kinds import Comparison
 from settings.loader import PositiveOrZero, kind
 
 
-@kind
+@kind("signs")
 class Signs(Comparison):
     """A number for right completions, and another one below 0 for wrong ones."""
-    kind: Literal["signs"] = "signs"
     right: PositiveOrZero = 0.1
     wrong: PositiveOrZero = 1.0
 

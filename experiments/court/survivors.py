@@ -1,7 +1,6 @@
 """Train on a step's survivors by their weights: the part that abort.py and abort_controls.py share."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,10 +13,9 @@ from settings.kinds import Comparison
 from settings.loader import kind
 
 
-@kind
+@kind("survivors")
 class Survivors(Comparison):
     """Leave-one-out among the completions that were not aborted, by their weights."""
-    kind: Literal["survivors"] = "survivors"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,10 @@ from settings.loader import Count, CountOrZero, Positive, ZeroToOne, frozen, kin
 from settings.rules import Rule
 
 
-@kind
+@kind("gae")
 class Gae(Comparison):
     """PPO (arXiv:1707.06347), VAPO (arXiv:2504.05118), T-PPO (arXiv:2506.15050): with a critic."""
     compares, by_model = False, True
-    kind: Literal["gae"] = "gae"
     lam: ZeroToOne = 0.95          # lambda of the policy's advantage
     # In place of lam, 1 - 1 / (alpha x length), and 0 up to 1 / alpha tokens. VAPO has 0.05; for short
     # answers take 1

@@ -8,11 +8,10 @@ from settings.loader import CountOrZero, Positive, ZeroToOne, kind
 from settings.rules import Rule
 
 
-@kind
+@kind("depo")
 class Depo(Draw):
     """DEPO (arXiv:2602.06375): roll out prompts that are estimated neither too hard nor too easy. Biased."""
     refills = True
-    kind: Literal["depo"] = "depo"
     # by a small network on the prompt's embeddings, or the share of right answers in its newest group
     estimate: Literal["head", "history"] = "head"
     low: ZeroToOne = 0.15          # of the share of right answers that is estimated, from here ...

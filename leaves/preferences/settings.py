@@ -1,6 +1,5 @@
 """Settings of preferences: advantage.kind=preference and group_preference."""
 
-from typing import Literal
 
 from settings.kinds import Comparison
 from settings.loader import AboveOne, BelowOne, Positive, PositiveOrZero, kind
@@ -10,10 +9,9 @@ class OfPairs(Comparison):
     needs_reference = by_model = True
 
 
-@kind
+@kind("preference")
 class Preference(OfPairs):
     """Pairs of a group by reward: DPO (arXiv:2305.18290), RPO (2405.16436), MADPO (2510.05342)."""
-    kind: Literal["preference"] = "preference"
     beta: Positive = 0.1           # how far the margin counts: the weight of the KL that is implied
     likelihood: PositiveOrZero = 0.0  # eta; beta * eta weighs -log pi of the chosen (RPO)
     gap: Positive | None = None    # pairs with this difference of rewards weigh 1 (MADPO); null: all do
@@ -22,10 +20,9 @@ class Preference(OfPairs):
     steepness: Positive = 1.0      # of the way from one to the other
 
 
-@kind
+@kind("group_preference")
 class GroupPreference(OfPairs):
     """DGPO (arXiv:2510.08425) for language models: a group weighs less once the policy tells it apart."""
-    kind: Literal["group_preference"] = "group_preference"
     beta: Positive = 0.1           # how far the log-ratios count
 
 

@@ -1,16 +1,14 @@
 """Settings of soft values: advantage.kind=soft_value."""
 
-from typing import Literal
 
 from settings.kinds import Comparison
 from settings.loader import Count, Positive, kind
 
 
-@kind
+@kind("soft_value")
 class SoftValue(Comparison):
     """A*-PO (arXiv:2505.20686): the reward less V*, the soft value of its prompt under the initial policy."""
     compares, fills_slots = False, True
-    kind: Literal["soft_value"] = "soft_value"
     beta: Positive = 0.5           # weight of the KL term in the problem that V* solves
     samples: Count = 8             # of the initial policy per training prompt, before the first step
     residual: Positive | None = None  # beta of its squared loss; 1e-3 in the paper

@@ -1,17 +1,16 @@
 """Settings of votes: labels.kind=votes."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 from settings.loader import AboveOne, Chance, Count, kind
 from settings.rules import Rule
 
 
-@kind
+@kind("votes")
 class Votes:
     """OptPO (arXiv:2512.02882): score by the answer that most completions agree on, without labels."""
     reads_answers = False
-    kind: Literal["votes"] = "votes"
     right: Chance = 0.6  # p0, chance of a vote for the true answer
     other: Chance = 0.1  # p1, chance of one for any other answer
     threshold: AboveOne = 19.0  # Bayes factor of leader to runner-up that decides
