@@ -41,8 +41,6 @@ Column = Literal["question", "answer", "id", "solution", "level", "subject"]
 class Model:
     path: str                      # Hugging Face folder or hub name
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # to compute in; auto: bfloat16 on CUDA
-    # a CPU rounds what linear layers multiply to it, and multiplies faster; null: it does not
-    products: Literal["bfloat16"] | None = None
     attention: Literal["auto", "flash", "varlen", "sdpa"] = "auto"     # the kernel; sdpa runs anywhere
     # recomputed in backward. selective: norms and SwiGLU; all: blocks; auto: as little as memory allows
     checkpoint_blocks: Literal["auto", "none", "selective", "all"] = "auto"

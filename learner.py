@@ -151,8 +151,6 @@ def shard_empty(model: nn.Module, backbone: Decoder, settings: Model, offload: b
     dist.shard(model, backbone.layers, device, dtype, offload)
     model.to_empty(device="cpu" if offload else device)
     backbone.checkpoint_blocks, backbone.logp_chunk = settings.checkpoint_blocks, settings.logp_chunk
-    if settings.products:
-        backbone.round_products()
     if settings.compile:
         backbone.compile_passes()
 

@@ -98,40 +98,6 @@ class NormOverHeads(nn.RMSNorm):
         return super().forward(x_THE.flatten(1)).view_as(x_THE)
 
 
-def rounded_product(left: Tensor, right: Tensor) -> Tensor:
-    """Compute left @ right of operands rounded to bfloat16."""
-    return torch.mm(left.bfloat16(), right.bfloat16()).float()
-
-
-class RoundedProduct(torch.autograd.Function):
-    """x W', with operands rounded to bfloat16 in both passes; ' transposes."""
-
-    @staticmethod
-    def forward(ctx, x_TI, weight_OI):
-        x_TI = x_TI.bfloat16()
-        ctx.save_for_backward(x_TI, weight_OI)
-        return rounded_product(x_TI, weight_OI.T)
-
-    @staticmethod
-    def backward(ctx, grad_TO):
-        x_TI, weight_OI = ctx.saved_tensors
-        grad_TO = grad_TO.bfloat16()
-        grad_OI = rounded_product(grad_TO.T, x_TI) if ctx.needs_input_grad[1] else None
-        return rounded_product(grad_TO, weight_OI), grad_OI
-
-
-class Projection(nn.Linear):
-    """A linear layer of a block."""
-
-    rounds = False  # its operands (Decoder.round_products)
-
-    def forward(self, x_TI: Tensor) -> Tensor:
-        if not self.rounds:
-            return super().forward(x_TI)
-        out_TO = RoundedProduct.apply(x_TI, self.weight)
-        return out_TO if self.bias is None else out_TO + self.bias
-
-
 class Attention(nn.Module):
     """The linear layers around attention; `forward` computes its queries, keys and values."""
 
@@ -141,8 +107,8 @@ class Attention(nn.Module):
         width = shape.hidden_size
         query, key = (heads * shape.head_dim for heads in (shape.heads, shape.kv_heads))
         self.q_proj, self.k_proj, self.v_proj = (
-            Projection(width, size, bias=shape.qkv_bias) for size in (query, key, key))
-        self.o_proj = Projection(query, width, bias=shape.out_bias)
+            nn.Linear(width, size, bias=shape.qkv_bias) for size in (query, key, key))
+        self.o_proj = nn.Linear(query, width, bias=shape.out_bias)
         self.q_norm = self.k_norm = nn.Identity()
         if shape.qk_norm == "head":
             self.q_norm = make_norm(shape, shape.head_dim)
@@ -173,11 +139,11 @@ class MLP(nn.Module):
         self.activate = ACTIVATIONS[shape.activation]
         self.fused = shape.family.fused_mlp
         if self.fused:
-            self.gate_up_proj = Projection(width, 2 * inner, bias=False)
+            self.gate_up_proj = nn.Linear(width, 2 * inner, bias=False)
         else:
-            self.gate_proj = Projection(width, inner, bias=False)
-            self.up_proj = Projection(width, inner, bias=False)
-        self.down_proj = Projection(inner, width, bias=False)
+            self.gate_proj = nn.Linear(width, inner, bias=False)
+            self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         if self.fused:
@@ -320,15 +286,6 @@ class Decoder(nn.Module):
     def logits(self, hidden_CD: Tensor) -> Tensor:
         """Compute logits [C, V], at least float32, for a decoding step; training calls `forward`."""
         return matmul_float32(hidden_CD, self.head_VD.T)
-
-    def round_products(self, held: bool = False) -> None:
-        """Multiply operands rounded to bfloat16 in the linear layers of blocks (model.products); all else
-        stays as it is. `held`: an engine's weights are not trained, and rounded once."""
-        for layer in self.layers.modules():
-            if isinstance(layer, Projection):
-                layer.rounds = True
-                if held:
-                    layer.weight = nn.Parameter(layer.weight.bfloat16(), requires_grad=False)
 
     def named_hf_tensors(self, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight under its Hugging Face name. Adapters (leaves/lora) are merged into theirs, or

@@ -347,4 +347,3 @@ class EngineSpec:
     stops: Stops | None = None
     sleeps: bool = False            # vllm: it gives its memory up when told to sleep
     quantization: str = "none"      # vllm: of the weights that it samples with
-    rounds: bool = False            # torch: model.products=bfloat16

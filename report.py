@@ -1,6 +1,6 @@
 """Run folders -> one page to watch and compare runs by: report.html, which needs no network and no server.
 
-    python report.py RUN_DIR... [--out DIR] [--level PERCENT] [--watch [SECONDS]]
+    python report.py RUN_DIR... [--out DIR] [--level PERCENT]
     python report.py RUN_DIR --card    # its model card
 
 Runs that differ in `seed`, `out`, `log` and `checkpoint` only are one row. Methods differ in cost, so scores
@@ -21,13 +21,11 @@ import json
 import sys
 from datetime import datetime, timedelta
 from pathlib import Path
-from time import sleep
 
 import jinja2
 from markupsafe import Markup
 
 from config import ConfigError
-from infra import runfolder
 from infra.figures import align
 from infra.lines import is_evaluation, replace
 from infra.signals import exit_status
@@ -44,11 +42,8 @@ PARTS = Path(__file__).parent / "leaves" / "page"
 TEXTS = 3_500_000    # bytes of a page for completions and held-out answers, of all its runs together
 
 
-def write_report(folders: list[Path], out: Path, level: float | None = None, refresh: int = 0) -> Path:
-    """Write report.html and report.md into `out`, and return the page's path.
-
-    The page reads itself anew every `refresh` seconds, unless it is 0. Raises ConfigError.
-    """
+def write_report(folders: list[Path], out: Path, level: float | None = None) -> Path:
+    """Write report.html and report.md into `out`, and return the page's path. Raises ConfigError."""
     runs = [read_run(folder) for folder in folders]
     groups = group_runs(runs)
     tables, remarks = make_tables(groups, level), [remark for run in runs for remark in remarks_on(run)]
@@ -64,8 +59,7 @@ def write_report(folders: list[Path], out: Path, level: float | None = None, ref
         title=runs[0].folder.resolve().name if len(runs) == 1 else f"{len(runs)} runs",
         runs=runs, groups=groups, progress=describe_progress, sections=draw_sections(groups),
         tables=tables, remarks=remarks, data=page_texts(runs), written=f"{datetime.now():%Y-%m-%d %H:%M:%S}",
-        refresh=refresh, script=Markup(script),
-        script_hash=f"sha256-{digest}")
+        script=Markup(script), script_hash=f"sha256-{digest}")
     numbers = [f"## {title}\n\n```\n" + "\n".join(align(rows)) + "\n```" for title, rows in tables.items()]
     for name, text in {"report.md": "\n\n".join([*remarks, *numbers, ""]), "report.html": page}.items():
         replace(out / name, text.encode(errors="backslashreplace").decode())  # it may hold half a character
@@ -104,18 +98,6 @@ def describe_progress(run: LoggedRun) -> list[str]:
     return said
 
 
-def watch(folders: list[Path], out: Path, level: float | None, seconds: int) -> Path:
-    """Write the page anew every so many seconds until none of the runs is running any more."""
-    try:
-        while any(runfolder.state_of(folder)["state"] == "running" for folder in folders):
-            path = write_report(folders, out, level, refresh=seconds)
-            print(f"{datetime.now():%H:%M:%S}  {path}", file=sys.stderr)
-            sleep(seconds)
-    finally:  # a page that does not wait for another, after Ctrl-C too
-        path = write_report(folders, out, level)
-    return path
-
-
 def main() -> int:
     args = viewers.of_report(__doc__)
     return exit_status(lambda: make_report(args), lambda: "the page stays as it was written last")
@@ -135,8 +117,7 @@ def make_report(args: argparse.Namespace) -> None:
         if path not in runs:
             print(f"{path} is left out: it has no config.yaml, so it is no run folder", file=sys.stderr)
     out = args.out or (runs[0] if len(runs) == 1 else Path("runs/report"))
-    path = write_report(runs, out, args.level) if args.watch is None else watch(
-        runs, out, args.level, args.watch)
+    path = write_report(runs, out, args.level)
     print(f"{path}  ({path.stat().st_size / 1e6:.1f} MB; tables: {path.with_suffix('.md')})")
 
 

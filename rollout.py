@@ -320,8 +320,6 @@ class TorchEngine:
 
     def __init__(self, model: Decoder, spec: EngineSpec):
         self.model = model.requires_grad_(False)
-        if spec.rounds:
-            model.round_products(held=True)
         self.device = spec.device
         self.eos_ids = spec.eos_ids
         self.slots = spec.slots

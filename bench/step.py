@@ -43,7 +43,7 @@ from learner import Learner
 from metrics import Clock, memory_metrics
 from pack import Minibatch, layout, pack
 from policy import Weights
-from records import Batch, EngineSpec, Group, Prompt, PromptDraw, Rolled, Sample
+from records import Batch, Group, Prompt, PromptDraw, Rolled, Sample
 from rollout import start_engine
 from rollout_vllm import engine_options, undisturbed
 from settings import leaves
@@ -200,18 +200,13 @@ def rates(sample: Callable[[list, list[int], int], int], rounds: int, **about: o
     return rows
 
 
-def halved(spec: EngineSpec, kind: str) -> EngineSpec:
-    """Let the embedded engine round products to bfloat16, or vLLM compute in it."""
-    return replace(spec, rounds=True) if kind == "torch" else replace(spec, dtype=torch.bfloat16)
-
-
 def generate(kind: str, shape: str, slots: int, rounds: int, halves: bool) -> list[dict]:
     """Measure an engine's tokens a second, its sync from a policy on one rank, and its memory."""
     device = dist.init(hardware.find_device("auto"))
     with tempfile.TemporaryDirectory() as temporary:
         spec = engine_spec(write_config(shape, Path(temporary)), device, slots, 80 + 4 * NEW)
         if halves:
-            spec = halved(spec, kind)
+            spec = replace(spec, dtype=torch.bfloat16)
         engine, policy = start_engine(kind, spec), random_model(spec.folder, spec.dtype, device)
         engine.sync(policy)
 
@@ -237,7 +232,7 @@ def generate_plainly(shape: str, slots: int, rounds: int, halves: bool) -> list[
     with tempfile.TemporaryDirectory() as temporary, undisturbed(device):
         spec = engine_spec(write_config(shape, Path(temporary)), device, slots, 80 + 4 * NEW)
         if halves:
-            spec = halved(spec, "vllm")
+            spec = replace(spec, dtype=torch.bfloat16)
         options = engine_options(spec, cache=PLAIN_CACHE)
         engine = LLM(**{key: options[key] for key in same})
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from config import Config, ConfigError, Model
+from config import Config, ConfigError
 from infra import dist
 from infra.tokenizer import Tokenizer
 from infra.weights import Shape, read_shape
@@ -25,7 +25,7 @@ WRONG_BUILD = f"torch {torch.__version__} is a build without CUDA: pip install -
 OLD_DRIVER = (f"torch {torch.__version__} needs a driver for CUDA {torch.version.cuda} (13: 580 or newer; "
               "nvidia-smi shows it): update the driver")
 USABLE_SHARE = 0.9  # of the memory free when a run begins; the CUDA context and odd sizes take some
-PRODUCTS = ("avx512_bf16", "amx_bf16")  # features of a CPU that multiplies bfloat16 faster than float32
+HALVES = ("avx512_bf16", "amx_bf16")  # features of a CPU that multiplies bfloat16 faster than float32
 VLLM_VERSION = "0.32.0"  # the tests run this version; the API changes from one to the next
 Parts = dict[str, float]  # bytes by name
 
@@ -94,21 +94,6 @@ def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype) -> str
     return wanted
 
 
-def rounds_products(settings: Model, device: torch.device) -> bool:
-    """Tell whether model.products is bfloat16. Raises ConfigError where that is no faster, and says so where
-    model.dtype is slower."""
-    able = torch.cpu.get_capabilities()
-    on_cpu, fast = device.type == "cpu", any(able.get(name) for name in PRODUCTS)
-    if on_cpu and not fast and settings.dtype == "bfloat16":
-        print(f"model.dtype=bfloat16 takes this CPU 6 to 70 times as long as float32: it has none of "
-              f"{', '.join(PRODUCTS)}", file=sys.stderr)
-    if settings.products and not (on_cpu and fast):
-        raise ConfigError(f"model.products={settings.products} is for CPUs with one of "
-                          f"{', '.join(PRODUCTS)}, and this device, {device.type}, is none; leave it out"
-                          + ", and set model.dtype=bfloat16" * (device.type == "cuda"))
-    return settings.products is not None
-
-
 # ---- an engine that fits
 
 @frozen
@@ -164,6 +149,10 @@ def engine_spec(cfg: Config, device: torch.device, tokenizer: Tokenizer, longest
     """Describe an engine for sequences of so many tokens, which is awake all the time."""
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = auto if cfg.model.dtype == "auto" else getattr(torch, cfg.model.dtype)
+    able = torch.cpu.get_capabilities()
+    if device.type == "cpu" and dtype == torch.bfloat16 and not any(able.get(name) for name in HALVES):
+        print(f"model.dtype=bfloat16 takes this CPU 6 to 70 times as long as float32: it has none of "
+              f"{', '.join(HALVES)}", file=sys.stderr)
     backend = choose_backend(cfg.model.attention, device, dtype)
     return EngineSpec(
         tokenizer.folder,
@@ -176,8 +165,7 @@ def engine_spec(cfg: Config, device: torch.device, tokenizer: Tokenizer, longest
         cfg.rollout.tensor_parallel,
         cfg.rollout.cache_gib,
         tokenizer.stops,
-        quantization=cfg.rollout.quantization,
-        rounds=rounds_products(cfg.model, device))
+        quantization=cfg.rollout.quantization)
 
 
 def used_bytes(device: torch.device) -> float:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from infra.terminal import add_config, add_settings, count, new_parser
+from infra.terminal import add_config, add_settings, new_parser
 from settings.paths import user_path
 
 
@@ -25,8 +25,6 @@ def of_report(text: str | None) -> argparse.Namespace:
     add("--out", type=user_path, help="a folder; the run's own for one run, else runs/report")
     add("--level", type=float, metavar="PERCENT",
         help="the accuracy to be reached; the reward where no set has an accuracy")
-    add("--watch", type=count, nargs="?", const=10, metavar="SECONDS",
-        help="go on while a run does: write the page again every so many seconds")
     add("--card", action="store_true", help="write the card of the run's model instead")
     return parser.parse_args()
 

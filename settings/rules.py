@@ -53,10 +53,6 @@ REQUIRES = {
     "model.compile=true": [
         "model.checkpoint_blocks=auto, none or all: by itself it recomputes what is cheap",
     ],
-    "model.products": ["model.dtype=auto or float32: it rounds what is multiplied in float32"],
-    "model.products without loss.tis_cap": [
-        "rollout.engine=auto or torch: vLLM does not round like this; loss.tis_cap corrects for it",
-    ],
     "rollout.group_size=1": [
         "prune.completions.kind=none: there is nothing to compare a completion with",
         "prune.prompts.kind=none: one completion has no |advantage| to remember a prompt by",

@@ -225,6 +225,7 @@ def logged(tmp_path_factory) -> Path:
     ("metrics.jsonl", ("eval/few/low",), None, ":3: 'eval/few/low' is missing"),
     ("samples.jsonl", ("completions", 0, "reward"), None, ":1: 'reward' is missing"),
     ("samples.jsonl", ("completions",), 3, " holds a value that no run writes .TypeError: 'int' object"),
+    ("decisions.jsonl", ("prompts", 0, "completion_weight"), [1.0], " holds a value that no run writes .ValueError"),
     ("eval_000001.jsonl", ("responses", 0, "verdict"), None, ":1: 'reward' is missing"),
     ("eval_000000.jsonl", ("responses",), None, ":1: 'responses' is missing"),
     ("eval_000001.jsonl", ("set",), {}, " holds a value that no run writes .TypeError: unhashable"),

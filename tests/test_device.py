@@ -14,6 +14,7 @@ import metrics
 from infra import choices, dist
 from infra import device as hardware
 from infra.device import Machine
+from infra.tokenizer import Tokenizer
 from infra.weights import read_shape
 from records import EngineSpec
 from settings.loader import ConfigError
@@ -125,9 +126,10 @@ def test_all_ranks_choose_by_the_one_that_has_least(tmp_path):
 
 
 def test_halves_are_said_to_be_slow_on_a_cpu_without_instructions_for_them(monkeypatch, capsys):
+    tokenizer = Tokenizer(TOY)
     for able, dtype, said in (({}, "bfloat16", 1), ({"amx_bf16": True}, "bfloat16", 0), ({}, "float32", 0)):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda able=able: able)
-        assert not hardware.rounds_products(config.Model("m", dtype), CPU)
+        hardware.engine_spec(config.load("cppo_toy.yaml", [f"model.dtype={dtype}"]), CPU, tokenizer, 64)
         assert capsys.readouterr().err.count("model.dtype=bfloat16 takes this CPU 6 to 70 times as long") == said
 
 

@@ -10,7 +10,7 @@ from settings.loader import ConfigError
 
 # Settings that a suite leaves open, of the machine.
 MACHINE = ("rollout.engine=", "rollout.slots=", "rollout.tensor_parallel=", "rollout.cache_gib=",
-           "model.dtype=", "model.products=", "model.attention=", "device=", "data.dir=")
+           "model.dtype=", "model.attention=", "device=", "data.dir=")
 
 
 def config_of(args: argparse.Namespace) -> str:

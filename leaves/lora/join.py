@@ -31,7 +31,7 @@ from infra.checkpoint import load_policy_into, read_extra, require_same_inputs
 from infra.export import replace_folder
 from infra.weights import compare_shapes, load_weights, read_tensors, require_own_files
 from leaves.lora.settings import Lora
-from model import Decoder, Projection, empty_model, hf_name
+from model import Decoder, empty_model, hf_name
 from policy import Weights, hash_weights
 from records import frozen
 from settings.loader import ConfigError, read_json
@@ -52,7 +52,7 @@ PLAIN_PEFT = read_json(Path(__file__).with_name("plain_peft.json"))
 OTHER_INITS = (False, "gaussian", "orthogonal")
 
 
-class Adapted(Projection):
+class Adapted(nn.Linear):
     """A frozen linear layer with an adapter beside it. Its own weight and bias keep their names."""
 
     def __init__(self, linear: nn.Linear, settings: Lora, wide: torch.dtype):

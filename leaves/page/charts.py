@@ -14,7 +14,8 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from leaves.page.runs import COSTS, Curve, Groups
+from infra.lines import blame_file, read_log
+from leaves.page.runs import COSTS, Curve, Groups, LoggedRun
 from leaves.page.summary import keys_of, scores_of
 from leaves.page.tables import format_amount, mean_interval
 from records import frozen
@@ -53,6 +54,8 @@ CHARTS = {
     },
     "All others": {"*": ""},
 }
+BETTER = ("the others", "right, or a reward above the mean of its group")
+BINS = 10           # of the mean of a group, and one more
 SIZE = (3.7, 2.2)   # inches; a page has several beside each other, a phone one
 STYLE = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"],
          "path.simplify_threshold": 1.0}  # of many points a few are drawn
@@ -89,6 +92,8 @@ def draw_sections(groups: Groups) -> dict[str, list[Chart]]:
                 sections[section].append(Chart(names, note, keys, draw_svg(rows)))
             else:
                 sections[section] += [Chart(key, note, [], draw_svg(rows_of(groups, [key]))) for key in keys]
+    if runs[0].steps:
+        sections["Pruning"] += map(draw_difficulty, groups, groups.values())
     return {section: charts for section, charts in sections.items() if charts}
 
 
@@ -133,3 +138,40 @@ def mean_curve(curves: list[Curve], score: str) -> Curve:
     n = min(len(x) for x, *_ in curves)
     x_RE, y_RE = (np.array([curve[axis][:n] for curve in curves]) for axis in (0, 1))
     return x_RE.mean(axis=0), *mean_interval(y_RE, score)
+
+
+# ---- what pruning kept
+
+def draw_difficulty(label: str, group: list[LoggedRun]) -> Chart:
+    """Draw the share of completions that pruning kept against the mean accuracy or reward of their group."""
+    rows = {name: [] for name in BETTER}
+    for run in group:
+        path = run.folder / "decisions.jsonl"
+        with blame_file(path):
+            counts = kept_by_difficulty(read_log(path))
+        for curves, (lost_B, kept_B) in zip(rows.values(), counts, strict=True):
+            with np.errstate(invalid="ignore"):  # nan where no completion is
+                curves.append((np.arange(BINS + 1) / BINS, kept_B / (lost_B + kept_B)))
+    return Chart(f"completions kept of {label}", "share, from hard groups (0) to easy ones (1)", [*rows],
+                 draw_svg(rows))
+
+
+def kept_by_difficulty(decided: list[dict]) -> np.ndarray:
+    """Count completions: those not better, and better; not kept, and kept; by the mean of their group:
+    [2, 2, BINS + 1].
+
+    Bin i is of groups whose accuracy is i / BINS, rounded. Without gold answers it is the mean reward, from
+    the least to the most that a completion of the run got.
+    """
+    groups = []  # values and weights of completions
+    for prompt in (prompt for line in decided for prompt in line["prompts"]):
+        value_G = np.array(prompt.get("right", prompt.get("reward", [])), float)
+        weight_G = prompt.get("completion_weight", 0 * value_G)
+        groups.append(np.array([value_G, weight_G])[:, ~np.isnan(value_G)])
+    every, counts = np.hstack([[[0], [0]], *groups])[0], np.zeros((2, 2, BINS + 1), int)
+    for value_G, weight_G in groups:
+        place_G = (value_G - every.min()) / (np.ptp(every) or 1)
+        mean = place_G.sum() / max(1, len(place_G))
+        better_G = (place_G > mean) | (place_G == 1)
+        np.add.at(counts, (better_G.astype(int), (weight_G > 0).astype(int), round(BINS * mean)), 1)
+    return counts

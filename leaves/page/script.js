@@ -149,4 +149,4 @@ for (const control of controls)
   control.addEventListener(control.id === "step" ? "input" : "change", showRun);
 restore();
 addEventListener("pagehide", remember);
-if (document.body.dataset.refresh) setInterval(refresh, 1000 * Number(document.body.dataset.refresh));
+if ("live" in document.body.dataset) setInterval(refresh, 10_000);

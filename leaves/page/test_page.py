@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -166,7 +167,7 @@ def test_every_section_can_be_read(browser, finished, width, scheme):
     titles = [title.text for title in browser.find_elements(By.TAG_NAME, "h2")]
     assert titles == ["Now", "Curves", "In numbers", "Completions", "Held-out answers", "Settings"]
     drawn = {one.text for one in browser.find_elements(By.CSS_SELECTOR, "figcaption b")}
-    assert drawn >= {"rollout/entropy", "train/grad_norm", "eval/few/accuracy against steps"}
+    assert drawn >= {"rollout/entropy", "train/grad_norm", "completions kept of run", "eval/few/accuracy against steps"}
 
 
 def test_the_slider_shows_the_completions_of_its_step_and_filters_leave_what_they_name(browser, finished):
@@ -268,8 +269,8 @@ def test_an_open_page_follows_the_run_and_keeps_its_place(browser, tmp_path, req
     run = subprocess.Popen(training(out, "steps=500"), env=ENVIRONMENT, stderr=subprocess.DEVNULL)
     request.addfinalizer(run.kill)
     wait.until(lambda _: len(runfolder.read_log(out / "samples.jsonl")) >= 2 * 3)
-    watch = subprocess.Popen(program("report.py", out, other, "--out", page.parent, "--watch", "5"), env=ENVIRONMENT,
-                             stderr=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    again = f"until [ -f {tmp_path / 'end'} ]; do {shlex.join(program('report.py', out, other, '--out', page.parent))}; done"
+    watch = subprocess.Popen(["sh", "-c", again], env=ENVIRONMENT, stderr=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
     request.addfinalizer(watch.kill)
     wait.until(lambda _: page.is_file())
     show(browser, page)
@@ -289,9 +290,10 @@ def test_an_open_page_follows_the_run_and_keeps_its_place(browser, tmp_path, req
     assert browser.execute_script("return document.getElementById('right').value") == "wrong"
     run.send_signal(signal.SIGINT)
     assert run.wait(60) == 130
-    assert watch.wait(60) == 0 and "report.html" in watch.stdout.read()
     wait.until(lambda _: browser.find_element(By.CSS_SELECTOR, "#now .state").text == "stopped")
-    assert browser.find_element(By.TAG_NAME, "body").get_attribute("data-refresh") is None
+    assert browser.find_element(By.TAG_NAME, "body").get_attribute("data-live") is None
+    (tmp_path / "end").touch()
+    assert watch.wait(60) == 0 and "report.html" in watch.stdout.read()
     check_quiet(browser, page)
 
 

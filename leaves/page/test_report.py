@@ -11,6 +11,7 @@ import report
 from infra import runfolder
 from infra.lines import read_log, rewrite_log
 from leaves.page import charts
+from leaves.page.charts import kept_by_difficulty
 from leaves.page.runs import group_runs, read_run
 from leaves.page.samples import choose_answers, choose_completions
 from leaves.page.tables import AT_BUDGET, format_mean, make_tables
@@ -188,6 +189,23 @@ def test_what_is_no_run_or_is_given_twice_is_named(tmp_path):
             report.write_report(folders, out)
 
 
+def test_what_was_kept_by_difficulty():
+    prompts = [{"right": [1, 0, 0, 0], "completion_weight": [2.0, 0, 1.5, 0]}, {"right": [0, 0, 0, 0]},
+               {"right": [1, None, 1, 1], "completion_weight": [0, 0, 1.0, 0]}, {"id": "skipped"}]
+    wrong, right = kept_by_difficulty([{"prompts": prompts}])
+    assert right[:, 2].tolist() == [0, 1] and wrong[:, 2].tolist() == [2, 1]  # a quarter: bin 2 of 10
+    assert wrong[:, 0].tolist() == [4, 0] and right[:, 10].tolist() == [2, 1]
+    assert right.sum() + wrong.sum() == 1 + 3 + 4 + 3
+    # Without answers by the reward, whose range is that of the run, wherever it lies.
+    kept = {"completion_weight": [1.0, 2.0, 0, 0]}
+    for low in (0, -1):
+        prompts = [kept | {"reward": [low + r for r in (0, 1, 0.5, 0.5)]}, {"reward": [low + 2, low + 2, None, low + 2]},
+                   {"reward": [low] * 4, "completion_weight": [1.0, 0, 0, 0]}, {"id": "skipped"}]
+        others, above = kept_by_difficulty([{"prompts": prompts}])
+        assert above[:, 2].tolist() == [0, 1] and others[:, 2].tolist() == [2, 1]
+        assert above[:, 10].tolist() == [3, 0] and others[:, 0].tolist() == [3, 1] and above.sum() == 4
+
+
 def test_a_page_of_a_long_run_has_every_kth_step_and_answer_and_says_so(tmp_path):
     folder = write_run(tmp_path / "run", [0.2] * 31)
     line = {"id": "x", "prompt": "some words " * 20, "gold": "1", "completions": [{"text": "a", "reward": 1.0}]}
@@ -206,16 +224,8 @@ def test_a_page_of_a_long_run_has_every_kth_step_and_answer_and_says_so(tmp_path
     assert held_out["every"] > 1 and len(pairs) == -(-90 // held_out["every"]) and len(json.dumps(pairs)) < 12_000
 
 
-def test_a_watch_that_is_stopped_leaves_a_page_that_waits_for_nothing(tmp_path, monkeypatch, uncharted):
-    folder, pages = write_run(tmp_path / "run", [0.2, 0.3]), []
-
-    def interrupt(seconds):
-        pages.append((folder / "report.html").read_text())
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(runfolder, "state_of", lambda folder: {"state": "running"})
-    monkeypatch.setattr(report, "sleep", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        report.watch([folder], folder, None, 7)
-    pages.append((folder / "report.html").read_text())
-    assert [bool(re.search('<body data-refresh="7">', page)) for page in pages] == [True, False]
+def test_a_page_is_read_again_while_a_run_goes_on(tmp_path, monkeypatch, uncharted):
+    folder = write_run(tmp_path / "run", [0.2, 0.3])
+    for state, body in (("running", "<body data-live>"), ("died", "<body>")):
+        monkeypatch.setattr(runfolder, "state_of", lambda folder, state=state: {"state": state})
+        assert body in report.write_report([folder], folder).read_text()

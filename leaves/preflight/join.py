@@ -37,7 +37,7 @@ ENDING = 40     # characters of a prompt's end that are compared
 def before_run(_: Config, ready: Ready) -> Ready:
     """Add all checks, on the training prompts and their problems."""
     cfg, policy, task = ready.cfg, ready.learner.policy, ready.task
-    half = ready.learner.dtype == torch.bfloat16 or cfg.model.products is not None
+    half = ready.learner.dtype == torch.bfloat16
     with changed(policy):
         before, _ = compare_log_probs(ready)
         ready.engine.sleep()
