@@ -49,15 +49,18 @@ test-slow: .venv/dev ## runs that are stopped, killed or out of memory go on as 
 	$(VENV)/python tests/survive.py --kills 2 --signals
 	$(VENV)/python tests/fuzz.py --mutants 200
 
-test-long: .venv/dev ## the long forms: all slow tests, a fork's whole suite, 70 kills, 10,000 damaged files
+# Configs, and ranks, of runs that are killed ten times each: tools, groups in flight, a critic, adapters, drafts.
+KILLED := dppo_toy:1 lora_toy:2 calculator_toy:1 lookup_toy:1 flight_toy:1 surplus_toy:2 vapo_toy:1 drafts_toy:1
+
+test-long: .venv/dev ## the long forms: all slow tests, a fork's whole suite, 120 kills, 10,000 damaged files, 2,000 steps
 	$(VENV)/python -m pytest -n 2 --dist worksteal -m "slow and not vllm"
 	$(VENV)/python tests/fork.py
 	$(VENV)/python tests/fall_off.py --tests tests
 	$(VENV)/python tests/survive.py --kills 20 --signals
-	$(VENV)/python tests/survive.py --kills 10 --ranks 2 --set model.lora.rank=4
-	$(VENV)/python tests/survive.py --kills 5 --config calculator_toy.yaml
-	$(VENV)/python tests/survive.py --kills 5 --config flight_toy.yaml
+	for run in $(KILLED); do \
+	$(VENV)/python tests/survive.py --kills 10 --config $${run%:*}.yaml --ranks $${run#*:} || exit 1; done
 	$(VENV)/python tests/fuzz.py --mutants 10000
+	$(VENV)/python tests/soak.py
 
 # The tests of vLLM by the Python given: one engine per process, so one process per model. CI takes the short form.
 VLLM_MODELS = $(if $(LONG),qwen2 qwen2-untied qwen3 llama gemma3 olmo3 glm4 mistral smollm3,qwen2)

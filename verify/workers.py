@@ -250,6 +250,8 @@ def connect() -> tuple[Connection, socket, socket, socket]:
     (ours, theirs), (fate, told) = socketpair(), socketpair(AF_UNIX, SOCK_SEQPACKET)
     ours.setsockopt(SOL_SOCKET, SO_RCVTIMEO, pack("ll", STALLED, 0))
     return Connection(ours.detach()), fate, theirs, told
+
+
 def how(status: int) -> str:
     """Say how a process ended by itself."""
     if status == -signal.SIGPROF:
