@@ -34,8 +34,6 @@ from struct import pack
 from threading import Lock, Thread
 from time import monotonic
 
-import numpy as np
-
 from verify.errors import VerifyError
 
 WORKERS = max(1, min(32, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
@@ -66,6 +64,7 @@ class Limits:
     workers: int
     seconds: float = field(compare=False)  # of computing, and of waiting; calls of any length share a host
     prepare: tuple = ()  # a function and its arguments, called in the host before any call
+    ahead: tuple[str, ...] = ()  # modules that take long to import; a fork takes the longer the more there is
     once: bool = False   # each call has a worker of its own, and sees nothing of another call
 
 
@@ -184,9 +183,9 @@ class Fork:
 
 
 class Root(Fork):
-    """The process that forks the hosts. It ends when this program does."""
+    """The process that forks the hosts which need the same modules. It ends when this program does."""
 
-    def __init__(self):
+    def __init__(self, ahead: tuple[str, ...]):
         self.channel, self.fate, *theirs = connect()
         files = [place.fileno() for place in theirs]
         start = ("import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from verify import host; "
@@ -198,17 +197,18 @@ class Root(Fork):
         with suppress(BrokenPipeError), process.stdin as given:
             pickle.dump([*sys.path, str(Path(__file__).parents[1])], given)
         self.pid, self.process = process.pid, process
-        self.ask(import_ahead, ("verify.algebra", *{"pydantic"} & sys.modules.keys()), LOADING)
+        self.ask(import_ahead, ahead, LOADING)
 
 
 def fork_root(limits: Limits) -> Fork:
     """Fork the first process, which is started anew if it has been killed."""
-    if not ROOTS or wait([ROOTS[0].fate], 0):
+    ahead = limits.ahead
+    if ahead not in ROOTS or wait([ROOTS[ahead].fate], 0):
         try:
-            ROOTS[:] = [Root()]
+            ROOTS[ahead] = Root(ahead)
         except (OverLimit, Killed, RuntimeError) as error:
             raise VerifyError(f"no worker can be started: {str(error) or 'it is killed'}") from None
-    return Fork(ROOTS[0], HOST, limits.size + LIBRARIES)
+    return Fork(ROOTS[ahead], HOST, limits.size + LIBRARIES)
 
 
 def start_host(limits: Limits) -> Fork:
@@ -217,7 +217,7 @@ def start_host(limits: Limits) -> Fork:
         try:
             host = fork_root(limits)
         except Killed:  # before it was asked
-            ROOTS.clear()
+            del ROOTS[limits.ahead]
             host = fork_root(limits)
     function, *given = limits.prepare or [os.getpid]
     try:
@@ -235,7 +235,7 @@ def forget() -> None:
 
 
 POOLS: dict[Limits, Pool] = {}
-ROOTS: list[Root] = []  # one, or none yet
+ROOTS: dict[tuple[str, ...], Root] = {}  # modules -> the process that has imported them
 STARTING = Lock()
 os.register_at_fork(after_in_child=forget)
 
@@ -266,27 +266,28 @@ def is_ready(seconds: float, pid: int, *places: object) -> bool:
     To queue for a processor is neither, so a busy machine changes nothing.
     """
     start, most, waited = monotonic(), max(1.0, seconds), 0.0
-    before, _ = measure(pid)
+    had_before, queued_before, _ = measure(pid)
     while not wait(places, max(0.01, most - waited)):
-        now, runs = measure(pid)
-        had, queued = now - before
+        had, queued, runs = measure(pid)
+        had, queued = had - had_before, queued - queued_before
         waited = monotonic() - start - had - queued
         if waited >= most and not runs or had >= seconds + 1:
             return bool(wait(places, 0))
     return True
 
 
-def measure(pid: int) -> tuple[np.ndarray, bool]:
+def measure(pid: int) -> tuple[float, float, bool]:
     """Measure the seconds that a process and its descendants had a processor and that they queued for one,
     and tell whether one does now."""
-    times, runs, family = np.zeros(2), False, [pid]
+    had, queued, runs, family = 0, 0, False, [pid]
     for member in family:  # which grows
         for task in Path(f"/proc/{member}/task").glob("*"):
             with suppress(OSError):  # it has ended
-                times += np.array((task / "schedstat").read_text().split()[:2], float) / 1e9
+                times = (task / "schedstat").read_text().split()
+                had, queued = had + int(times[0]), queued + int(times[1])
                 runs |= ") R " in (task / "stat").read_text()
                 family += (task / "children").read_text().split()
-    return times, runs
+    return had / 1e9, queued / 1e9, runs
 
 
 # ---- in a worker
