@@ -5,8 +5,8 @@
 A small run with a tool saves every 20 steps, keeps two checkpoints and writes to both trackers offline. At each tenth
 of its steps, and after its end, a line says what it holds: memory (PSS) of the ranks and of all else that it has
 started, processes, threads, open files, temporary and shared files, and its folder without the logs, which grow by a
-line a step. Exits with 1 if at the last tenth anything is more than at the second by over a tenth of it, or if anything
-but the folder is left at the end.
+line a step. Exits with 1 if all of the last three are more than the three before them by over a tenth, or if anything
+but the folder is left at the end. Run it alone: shared files of other programs count too.
 """
 
 import argparse
@@ -78,7 +78,8 @@ def main() -> int:
         show(args.steps)
         if process.returncode:
             print(said.read_text())
-    grown = [name for name, second, last in zip(COLUMNS[2:], rows[1], rows[-2], strict=True) if last > 1.1 * second]
+    earlier, later = map(max, zip(*rows[-7:-4], strict=True)), map(min, zip(*rows[-4:-1], strict=True))
+    grown = [name for name, old, new in zip(COLUMNS[2:], earlier, later, strict=True) if new > 1.1 * old]
     left = [name for name, end in zip(COLUMNS[2:-1], rows[-1], strict=False) if end]
     print(f"grown: {', '.join(grown) or 'nothing'}; left at the end: {', '.join(left) or 'nothing'}")
     return int(bool(grown or left or process.returncode))
