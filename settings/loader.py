@@ -45,6 +45,7 @@ def named(cls: type) -> type:
     return dataclass(frozen=True, slots=True, kw_only=True)(cls)
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 def kind(name: str) -> Callable[[type], type]:
     """The same for one kind of a section; the name is its first field, `kind`."""
     def with_kind(cls: type) -> type:

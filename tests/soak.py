@@ -75,14 +75,15 @@ def main() -> int:
             if 10 * step > len(rows) * args.steps:
                 show(step)
             sleep(1)
-        show(args.steps)
+        show(max(steps_logged(out), default=0))
         if process.returncode:
             print(said.read_text())
+            return 1
     earlier, later = map(max, zip(*rows[-7:-4], strict=True)), map(min, zip(*rows[-4:-1], strict=True))
     grown = [name for name, old, new in zip(COLUMNS[2:], earlier, later, strict=True) if new > 1.1 * old]
     left = [name for name, end in zip(COLUMNS[2:-1], rows[-1], strict=False) if end]
     print(f"grown: {', '.join(grown) or 'nothing'}; left at the end: {', '.join(left) or 'nothing'}")
-    return int(bool(grown or left or process.returncode))
+    return int(bool(grown or left))
 
 
 if __name__ == "__main__":

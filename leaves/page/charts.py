@@ -54,7 +54,7 @@ CHARTS = {
     },
     "All others": {"*": ""},
 }
-BETTER = ("the others", "right, or a reward above the mean of its group")
+SIDES = ("the others", "right, or a reward above the mean of its group")
 BINS = 10           # of the mean of a group, and one more
 SIZE = (3.7, 2.2)   # inches; a page has several beside each other, a phone one
 STYLE = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"],
@@ -144,7 +144,7 @@ def mean_curve(curves: list[Curve], score: str) -> Curve:
 
 def draw_difficulty(label: str, group: list[LoggedRun]) -> Chart:
     """Draw the share of completions that pruning kept against the mean accuracy or reward of their group."""
-    rows = {name: [] for name in BETTER}
+    rows = {name: [] for name in SIDES}
     for run in group:
         path = run.folder / "decisions.jsonl"
         with blame_file(path):
