@@ -68,7 +68,7 @@ define vllm_tests
 for model in $(VLLM_MODELS); do \
 	$(1) -m pytest -m vllm tests/test_vllm.py --vllm-model $$model || exit 1; done
 $(1) -m pytest -m vllm tests/test_vllm.py --vllm-awake --vllm-async
-$(1) -m pytest -m $(if $(LONG),vllm,"vllm and not slow") tests/test_vllm_train.py
+$(1) -m pytest -m $(if $(LONG),vllm,"vllm and not slow") tests/test_vllm_arguments.py tests/test_vllm_train.py
 endef
 
 # Devices are hidden, so that this build stays on the CPU on a machine with a GPU too.
@@ -80,7 +80,6 @@ test-gpu: LONG := 1
 test-gpu: .venv-gpu/ready ## the attention kernels against each other, a step on CUDA, and vLLM in its CUDA build
 	.venv-gpu/bin/python -m pytest -m gpu
 	$(call vllm_tests,.venv-gpu/bin/python)
-	.venv-gpu/bin/python -m pytest -m vllm tests/test_vllm_arguments.py
 
 test-peers: .venv/peers ## the gradients of TRL's GRPOTrainer, objective by objective
 	$(VENV)/python -m pytest -m peers tests/test_peers.py

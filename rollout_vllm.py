@@ -21,6 +21,10 @@ from records import EngineSpec, Request, Sample
 from settings.loader import in_short
 
 PREFILL_TOKENS = 8192      # prompt tokens that it computes at once, on every card
+# FlashInfer's kernels, which nvcc would compile when they are first called, and torch's symmetric memory. So
+# NCCL adds up what the ranks of an engine hold; draws need no kernel of FlashInfer's.
+SWITCHED_OFF = ("VLLM_USE_FLASHINFER_SAMPLER", "VLLM_ALLREDUCE_USE_FLASHINFER",
+                  "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC", "VLLM_ALLREDUCE_USE_SYMM_MEM")
 
 
 class VLLMEngine:
@@ -215,7 +219,7 @@ def undisturbed() -> Iterator[None]:
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
     defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "RANK": str(dist.rank()), "LOCAL_RANK": "0"}
     needed = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-    os.environ |= defaults | environ | needed
+    os.environ |= defaults | environ | needed | dict.fromkeys(SWITCHED_OFF, "0")
     try:
         yield
     finally:

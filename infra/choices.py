@@ -74,8 +74,8 @@ def choose_kernels(cfg: Config, machine: Machine, shape: Shape, saved: dict) -> 
         slots = saved.get("rollout.slots", slots)
     if machine.no_cuda and cfg.device == "auto":
         remarks.append(f"device=cpu: {machine.no_cuda}")
-    if device.type == "cuda" and cfg.rollout.engine == "auto" and machine.no_vllm:
-        remarks.append(f"rollout.engine=torch, the embedded one: {machine.no_vllm}")
+    if device.type == "cuda" and cfg.rollout.engine == "auto" and machine.against_vllm(dtype):
+        remarks.append(f"rollout.engine=torch, the embedded one: {machine.against_vllm(dtype)}")
     return Choice(with_value(here, "rollout.slots", slots), machine, shape, saved, tuple(remarks))
 
 

@@ -117,9 +117,14 @@ class Machine:
         idle = "" if device.type == "cuda" else why_no_cuda()
         return Machine(device, -dist.max_over_ranks(-free), dist.world_size(), lacking, idle)
 
+    def against_vllm(self, dtype: torch.dtype) -> str:
+        """Say why `auto` takes the embedded engine for numbers of this kind; "" if it takes vLLM."""
+        rounds = f"vLLM's kernels round the factors of {dtype} products"  # to TF32, beside the trainer's
+        return self.no_vllm or (rounds if dtype.itemsize > 2 else "")
+
     def engines(self, dtype: torch.dtype) -> list[str]:
         """List the rollout engines that can run here, the fastest first."""
-        return ["torch"] if self.no_vllm or dtype == torch.float64 else ["vllm", "torch"]
+        return ["torch"] if self.against_vllm(dtype) else ["vllm", "torch"]
 
 
 def why_no_vllm(device: torch.device) -> str:
@@ -216,8 +221,12 @@ def cache_bytes(shape: Shape, element: int, slots: int, max_len: int, tensor_par
     """Count one rank's KV cache, which has a given size, or room for every slot at full length.
 
     vLLM has blocks of up to 128 tokens, and one block more. The embedded engine (tensor_parallel=0) has each
-    prompt once, here as many as slots, and the layer that is being multiplied once more in float32.
+    prompt once, here as many as slots, and the layer that is being multiplied once more in float32. Raises
+    ConfigError if the model's heads cannot be spread over so many ranks.
     """
+    if tensor_parallel and tensor_parallel not in (able := spreads(shape)):
+        raise ConfigError(f"rollout.tensor_parallel={tensor_parallel} does not divide this model, which has "
+                          f"{shape.heads} heads, {shape.kv_heads} of keys: it can be {able}")
     if cache_gib:
         return int(cache_gib * 2**30)
     token = 2 * shape.layers * shape.kv_heads * shape.head_dim * element
@@ -227,6 +236,15 @@ def cache_bytes(shape: Shape, element: int, slots: int, max_len: int, tensor_par
     blocks = slots * -(-max_len // 128) + 1
     heads_here = max(1, shape.kv_heads // tensor_parallel)
     return blocks * 128 * token * heads_here // shape.kv_heads
+
+
+def spreads(shape: Shape) -> list[int]:
+    """List the numbers of ranks over which vLLM can spread a model: whole heads, of keys alike or copied."""
+    def whole(ranks: int) -> bool:
+        few, many = sorted((ranks, shape.kv_heads))
+        return not (shape.heads % ranks or shape.intermediate_size % ranks or many % few)
+
+    return [ranks for ranks in range(1, shape.heads + 1) if whole(ranks)]
 
 
 def parameters(shape: Shape) -> int:

@@ -59,7 +59,10 @@ def test_a_gpu_gets_halves_its_kernel_and_vllm_and_a_cpu_none_of_them():
     assert taken(kernels("cppo_gsm8k", gpu())) == ("cuda", "bfloat16", "varlen", "vllm")
     on_cpu = taken(kernels("cppo_gsm8k", Machine(CPU, 9 * GIB, 1, "none on a CPU")))
     assert on_cpu == ("cpu", "float32", "sdpa", "torch")
-    assert taken(kernels("cppo_gsm8k", gpu(), "model.dtype=float64"))[2:] == ("sdpa", "torch")
+    for dtype in ("float32", "float64"):
+        exact = kernels("cppo_gsm8k", gpu(), f"model.dtype={dtype}")
+        assert taken(exact)[2:] == ("sdpa", "torch")
+        assert exact.remarks[0].endswith(f"vLLM's kernels round the factors of torch.{dtype} products")
     named = ["model.dtype=float32", "model.attention=sdpa", "rollout.engine=torch"]
     saved = {"model.dtype": "bfloat16", "rollout.engine": "vllm"}
     assert taken(kernels("cppo_gsm8k", gpu(), *named, saved=saved)) == ("cuda", "float32", "sdpa", "torch")
@@ -75,6 +78,7 @@ def test_without_vllm_the_embedded_engine_samples_and_a_line_says_what_to_instal
 
 @pytest.mark.parametrize(("name", "settings", "ranks", "slots"), [
     ("cppo_math", [], 8, 63),                                       # MATH-500; a step has 96
+    ("cppo_math", ["rollout.tensor_parallel=4"], 8, 250),           # the same, and four ranks to an engine
     ("cppo_math", ["data.eval=null"], 8, 12),
     ("cppo_math", ["eval.limit=40"], 8, 12),
     ("cppo_math", ["data.eval=null", "rollout.prompts_per_step=8"], 8, 16),
@@ -85,7 +89,7 @@ def test_without_vllm_the_embedded_engine_samples_and_a_line_says_what_to_instal
     ("optpo_gsm8k", ["data.eval=null", "labels.chunk=20", "rollout.group_size=16"], 8, 40),
 ])
 def test_an_engine_has_no_more_slots_than_a_step_or_an_evaluation_asks_it_for(name, settings, ranks, slots):
-    assert kernels(name, gpu(ranks=ranks), *settings).cfg.rollout.slots == slots
+    assert kernels(name, gpu(ranks=ranks), "rollout.tensor_parallel=1", *settings).cfg.rollout.slots == slots
 
 
 def test_rows_are_no_longer_than_a_ranks_part_of_a_mini_batch():

@@ -357,9 +357,9 @@ def test_a_step_on_cuda(dtype, offload, tmp_path):
     """Sampling, both kernels, mixed precision, update, checkpoint and export; engine and learner agree."""
     dist.close()  # the suite's group is gloo alone
     try:
-        train.train(toy_config(tmp_path / "run", "device=cuda", f"model.dtype={dtype}", "loss.kl=0.1",
+        train.train(toy_config(tmp_path / "run", "device=cuda", "rollout.engine=torch", f"model.dtype={dtype}",
                                f"optim.offload={str(offload).lower()}", "checkpoint.every=1", "update.epochs=2",
-                               "model.checkpoint_blocks=all"))
+                               "model.checkpoint_blocks=all", "loss.kl=0.1"))
     finally:
         dist.close()
         dist.init("cpu")

@@ -1,10 +1,12 @@
 """The arguments that vLLM gets from us for a GPU: held by a stand-in, and given to vLLM's own configuration code."""
 
+import importlib
 import os
 import subprocess
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -79,6 +81,28 @@ def test_engines_over_several_gpus_share_no_memory_that_expandable_segments_refu
     assert given["compilation_config"] == {"pass_config": {"fuse_allreduce_rms": False}}
     alone = recorded().llm.given
     assert not {"disable_custom_all_reduce", "compilation_config"} & alone.keys()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_nccl_alone_adds_up_what_the_ranks_of_an_engine_hold(ranks, monkeypatch):
+    """In vLLM's own list of kernels, each of which says that it can; and behind its own kernel where that is let."""
+    vllms = importlib.import_module("vllm.distributed.device_communicators.cuda_communicator")
+    for name in ("custom_all_reduce.CustomAllreduce", "flashinfer_all_reduce.FlashInferAllReduce",
+                 "flashinfer_pcie_ipc_all_reduce.FlashInferPcieIpcAllReduce", "pynccl.PyNcclCommunicator",
+                 "symm_mem.SymmMemCommunicator"):
+        monkeypatch.setattr(f"{vllms.__package__}.{name}", Mock(return_value=Mock(disabled=False)))
+    monkeypatch.setattr(vllms, "current_platform", Mock(**{"is_rocm.return_value": False}))
+    made = {"world_size": ranks, "use_all2all": False, "unique_name": "tp:0"}
+    made |= dict.fromkeys(("cpu_group", "device_group", "device"))
+    monkeypatch.setattr(vllms.DeviceCommunicatorBase, "__init__", lambda self, *a, **k: self.__dict__.update(made))
+    for custom, kernels in ((False, "['PYNCCL']"), (True, "['CUSTOM', 'PYNCCL']")):
+        said = Mock()
+        monkeypatch.setattr(vllms.logger, "info_once", said)
+        monkeypatch.setattr("vllm.distributed.parallel_state._ENABLE_CUSTOM_ALL_REDUCE", custom)
+        with rollout_vllm.undisturbed():
+            vllms.CudaCommunicator(None, unique_name="tp:0")
+        assert said.call_args.args[1] == kernels
 
 
 @pytest.mark.parametrize("sleeps", [True, False])

@@ -86,6 +86,10 @@ def test_settings_that_are_too_high_are_named_or_that_nothing_helps(size, memory
      "error: model.path='Qwen/Qwen2.5-14B' is no folder, and could not be downloaded from the hub: no network"),
     (["--config", "cppo_toy.yaml", "--gpus", "8"], "error: --gpus needs --memory or --card: this machine shows no GPU"),
     (["--config", "cppo_toy.yaml", "--card", "H100", "--set", "pack.capacity=10"], "error: pack.capacity=10 must be"),
+    # vLLM refuses it too, after minutes.
+    (["--config", "cppo_math.yaml", "--card", "H100", "--gpus", "8",
+      "--set", "rollout.tensor_parallel=8"],
+     "error: rollout.tensor_parallel=8 does not divide this model, which has 28 heads, 4 of keys: it can be [1, 2, 4]"),
 ])
 def test_what_cannot_be_told_is_one_line(arguments, message, monkeypatch, refused):
     unreachable = Mock(side_effect=LocalEntryNotFoundError("no network"))
