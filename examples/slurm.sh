@@ -5,6 +5,8 @@
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
+#SBATCH --exclusive               # else a task has one core,
+#SBATCH --mem=0                   # and the memory of one; 0: all that the node has
 #SBATCH --time=24:00:00
 #SBATCH --requeue                 # after a node has failed, or for another job
 #SBATCH --open-mode=append
@@ -17,7 +19,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600   # seconds for the step under way, an
 
 over=no
 trap 'over=yes; scancel --signal=TERM "$SLURM_JOB_ID" || true' USR1  # the run saves, and ends
-srun torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc_per_node "$SLURM_GPUS_ON_NODE" --rdzv_backend c10d \
+srun --cpus-per-task "$SLURM_CPUS_ON_NODE" torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc_per_node "$SLURM_GPUS_ON_NODE" --rdzv_backend c10d \
     --rdzv_id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" --rdzv_endpoint "$head:${PORT:-29500}" \
     train.py --resume auto "$@" &
 status=0

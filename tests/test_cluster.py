@@ -6,6 +6,7 @@ Stand-ins for Slurm's commands start torchrun with two gloo ranks on this machin
 
 import functools
 import os
+import re
 import shutil
 import signal
 import socket
@@ -26,7 +27,9 @@ from infra import dist
 STEPS = 12
 SETTINGS = [f"steps={STEPS}", "checkpoint.every=1", "checkpoint.keep=2"]
 COMMANDS = {
-    "srun": 'echo $$ > "$FOLDER/step"; exec "$@"',
+    "srun": """cpus=1  # of a task, whatever the job has
+               if [ "$1" = --cpus-per-task ]; then cpus=$2; shift 2; fi
+               echo "$cpus" > "$FOLDER/cpus"; echo $$ > "$FOLDER/step"; exec "$@" """,
     "scancel": '[ "$1 $2" = "--signal=TERM 7" ] && kill -TERM "$(cat "$FOLDER/step")"',
     "scontrol": 'if [ "$1" = show ]; then echo localhost; else echo "$@" >> "$FOLDER/requeued"; fi',
 }
@@ -51,7 +54,7 @@ def cluster(tmp_path) -> dict[str, str]:
     return os.environ | {
         "PATH": f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}", "FOLDER": str(tmp_path),
         "VENV": str(venv.parent), "OMP_NUM_THREADS": "1", "PORT": str(free_port()), "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "2",
+        "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_CPUS_ON_NODE": "96",
         "SLURM_SUBMIT_DIR": str(ROOT)}
 
 
@@ -83,6 +86,7 @@ def test_a_job_is_stopped_in_time_killed_and_requeued_and_is_the_same_run(cluste
     stopped.send_signal(signal.SIGUSR1)  # as Slurm, 15 minutes before the end
     assert "interrupted; --resume auto goes on from the newest checkpoint" in stopped.communicate()[1]
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+    assert (tmp_path / "cpus").read_text() == "96\n"
     stopped_at = max(steps_logged(out))
     assert 3 <= stopped_at < STEPS
 
@@ -128,6 +132,8 @@ def test_the_image_is_described_soundly():
 
 
 def test_the_shells_scripts_are_sound():
+    asked = re.findall(r"^#SBATCH (\S+)", (ROOT / "examples" / "slurm.sh").read_text(), re.MULTILINE)
+    assert {"--exclusive", "--mem=0"} <= {*asked}
     task = yaml.safe_load((ROOT / "examples" / "skypilot.yaml").read_text())
     for text in ((ROOT / "examples" / "slurm.sh").read_text(), f"#!/bin/bash\n{task['run']}"):
         linted("shellcheck", "-e", "SC1091", "-", text=text)
