@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv/bin
 
-.PHONY: demo test test-verify test-fork test-leaves test-slow test-long test-vllm test-gpu test-peers test-page lint toy compare court real \
+.PHONY: demo test test-verify test-fork test-leaves test-slow test-long test-vllm test-gpu test-device test-peers test-page lint toy compare court real \
 	gpu-hour bench-peers requirements eval.pyz
 
 demo: .venv/run      ## train the toy model with CPPO, print accuracy before and after, and write the report
@@ -40,6 +40,7 @@ SLOW := tests/test_recipes.py tests/test_examples.py::test_every_cell_runs_and_p
 	tests/test_checkpoint.py tests/test_stop.py tests/test_out_of_memory.py tests/test_every_day.py tests/test_lost.py \
 	tests/test_own_task.py tests/test_toy.py tests/test_fake_gpu.py::test_a_sync_in_the_loss_is_seen \
 	'tests/test_fake_gpu.py::test_an_update_waits_launches_and_computes_no_more_than_it_did[7B]' \
+	tests/test_on_device.py::test_a_step_waits_no_more_than_it_did \
 	leaves/windows/test_flight.py leaves/fit/test_memory.py tests/test_court.py \
 	--deselect tests/test_out_of_memory.py::test_of_two_ranks_the_one_whose_memory_runs_out_ends_with_status_2_and_says_what_to_set \
 	--deselect tests/test_court.py::test_the_method_of_the_page_is_compared_as_far_as_it_ran_and_a_changed_one_begins_anew
@@ -80,6 +81,9 @@ test-gpu: LONG := 1
 test-gpu: .venv-gpu/ready ## the attention kernels against each other, a step on CUDA, and vLLM in its CUDA build
 	.venv-gpu/bin/python -m pytest -m gpu
 	$(call vllm_tests,.venv-gpu/bin/python)
+
+test-device: .venv/dev ## whole runs on a device that computes and does not exist, which refuses what a GPU refuses (needs g++)
+	$(VENV)/python -m pytest -n 2 --dist worksteal -m slow tests/test_on_device.py
 
 test-peers: .venv/peers ## the gradients of TRL's GRPOTrainer, objective by objective
 	$(VENV)/python -m pytest -m peers tests/test_peers.py

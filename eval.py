@@ -275,13 +275,13 @@ def evaluate_models(args: argparse.Namespace) -> None:
     for model, out in zip(map(str, models), outs, strict=True):
         result = evaluate_model(config.with_value(cfg, "model.path", model), args, out, started)
         if dist.rank() == 0:
-            print_result(result, args, *[model] * (len(models) > 1))
+            print_result(result, *[model] * (len(models) > 1))
             evaluated[model] = result
     if args.suite and dist.rank() == 0:
         print(*suites.suite_lines(args.suite, evaluated), sep="\n")
 
 
-def print_result(result: dict, args: argparse.Namespace, *above: str) -> None:
+def print_result(result: dict, *above: str) -> None:
     """Print the table of a result."""
     print(*above, results_table(result["results"]), sep="\n", flush=True)
 
@@ -295,7 +295,7 @@ def evaluate_or_compare(args: argparse.Namespace) -> None:
     elif args.rescore:
         from leaves.cite.rescore import rescore_file
 
-        print_result(rescore_file(args.rescore, args.k, args.out), args)
+        print_result(rescore_file(args.rescore, args.k, args.out))
     else:
         evaluate_models(args)
 

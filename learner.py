@@ -101,7 +101,7 @@ def out_of_memory(rows: list[Row], sequence: int, error: torch.OutOfMemoryError)
     return ConfigError(
         f"out of memory in an update with rows of up to {longest} tokens on rank {dist.rank()}: go on "
         f"with --resume auto and {shorter}--set model.checkpoint_blocks=all or "
-        f"optim.offload=true (CUDA), or on more ranks ({why})")
+        f"rollout.sleep=always (vLLM) or optim.offload=true (CUDA), or on more ranks ({why})")
 
 
 def build_learner(cfg: Config, source: Path, device: torch.device, weights: Weights) -> Learner:

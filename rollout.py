@@ -364,8 +364,7 @@ class TorchEngine:
         hidden = True if progress is None else None  # None: tqdm looks for a terminal
         with tqdm(desc=progress, total=count, unit="sample", leave=False, disable=hidden) as bar:
             while True:
-                idle_S = state.owner_S == count
-                idle = idle_S.nonzero()[:, 0].tolist()
+                idle = [slot for slot, owner in enumerate(state.owner_S.tolist()) if owner == count]
                 busy = len(state.owner_S) - len(idle)
                 bar.update(started - busy - bar.n)
                 slots = idle[:count - started]

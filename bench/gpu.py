@@ -34,7 +34,9 @@ from common import ROOT, append, listed, parser, print_json, read, table
 @dataclass(frozen=True, slots=True)
 class Part:
     title: str
-    seconds: int           # after which it is stopped, for each shape
+    seconds: int           # after which it is stopped, for each shape; vLLM compiles for minutes at first
+    passed: str            # what it means that it passed
+    else_set: str          # what to set where it has not
     by_shape: bool = True
     needs: str = ""        # a package without which it is skipped
     ranks: int = 1         # each on a GPU of its own
@@ -42,25 +44,42 @@ class Part:
     may_end: bool = False  # how it ends is its result, whatever that is
 
 
-SECONDS = 575  # of all parts together; what is left then is skipped
+SECONDS = 575  # of all parts together; what is left then is not reached
 CPU_FACTOR = 5  # there all limits are longer
 CHECK = "`train.py --check` on the toy in bfloat16"
+NO_VLLM = "rollout.engine=torch, and send what VLLM_LOGGING_LEVEL=INFO prints"
+ALONE = "rollout.tensor_parallel=1"
+# What is likeliest to fail, and decides most, comes first.
 PARTS = {
-    "machine": Part("", 60, by_shape=False),
-    "kernels": Part("Kernels on a row in bfloat16, forward and backward: error relative to float32", 40),
-    "check": Part(f"{CHECK}, embedded engine", 40, by_shape=False),
-    "updates": Part("Updates on groups of 16 completions, AdamW included; GiB counted are preflight's", 130),
-    "step": Part("A whole step, seconds by phase, embedded engine; MFU is that of the update", 90),
-    "rollout": Part("Tokens sampled by the embedded engine, and its sync after a sleep", 50),
-    "vllm_check": Part(f"{CHECK}, vLLM", 90, by_shape=False, needs="vllm"),
-    "vllm_ranks": Part(f"{CHECK}, vLLM on 2 ranks", 120, by_shape=False, needs="vllm", ranks=2),
-    "vllm_tensor_parallel": Part(f"{CHECK}, one engine of vLLM's over 2 ranks", 120, by_shape=False,
+    "machine": Part("", 60, "torch computes on the device", "device=cpu, or mend the driver", by_shape=False),
+    "kernels": Part("Kernels on a row in bfloat16, forward and backward: error relative to float32", 40,
+                    "attention and log-probs are right", "model.attention=sdpa"),
+    "vllm_check": Part(f"{CHECK}, vLLM", 240, "vLLM starts beside the trainer, takes its weights and agrees",
+                       NO_VLLM, by_shape=False, needs="vllm"),
+    "vllm_rollout": Part("vLLM's sleep and sync, and milliseconds a token by sequences", 240,
+                         "the seconds of a sync are known; above a tenth of a step's they matter",
+                         f"rollout.sleep=never, or {NO_VLLM}", needs="vllm", shapes=("1.5B", "7B")),
+    "check": Part(f"{CHECK}, embedded engine", 60, "a run without vLLM is right",
+                  "device=cpu shows whether it is the GPU", by_shape=False),
+    "tests": Part("`pytest -m gpu`", 150, "so is a step: mixed precision, offload, checkpoint and export",
+                  "what its first failure names", by_shape=False, needs="pytest"),
+    "vllm_step": Part("A whole step, seconds by phase, vLLM; MFU is that of the update", 240,
+                      "where a step spends its seconds", "rollout.sleep=always, or fewer rollout.slots",
+                      needs="vllm", shapes=("1.5B",)),
+    "vllm_ranks": Part(f"{CHECK}, vLLM on 2 ranks", 240, "so do ranks with an engine each", NO_VLLM,
+                       by_shape=False, needs="vllm", ranks=2),
+    "vllm_tensor_parallel": Part(f"{CHECK}, one engine of vLLM's over 2 ranks", 240,
+                                 "so do ranks that hold one together", ALONE, by_shape=False,
                                  needs="vllm", ranks=2),
+    "updates": Part("Updates on groups of 16 completions, AdamW included; GiB counted are preflight's", 130,
+                    "what `auto` counts is what an update takes", "pack.capacity, lower"),
+    "step": Part("A whole step, seconds by phase, embedded engine; MFU is that of the update", 90,
+                 "where a step without vLLM spends its seconds", "pack.capacity, lower"),
+    "rollout": Part("Tokens sampled by the embedded engine, and its sync after a sleep", 50,
+                    "how much vLLM gains", "rollout.slots, lower"),
     "vllm_custom_all_reduce": Part(f"{CHECK}, the same with vLLM's own all-reduce, which a run leaves out",
-                                   120, by_shape=False, needs="vllm", ranks=2, may_end=True),
-    "vllm_rollout": Part("vLLM's sleep and sync, and milliseconds a token by sequences", 120, needs="vllm",
-                         shapes=("1.5B", "7B")),
-    "vllm_step": Part("A whole step, seconds by phase, vLLM; MFU is that of the update", 120, needs="vllm"),
+                                   240, "how it ended is under its table; `well`: runs can take it", ALONE,
+                                   by_shape=False, needs="vllm", ranks=2, may_end=True),
 }
 REASONS = ("skipped", "failed")
 
@@ -142,9 +161,23 @@ def supervise(command: list[str], seconds: float) -> str:
 
 # ---- the section for RESULTS.md
 
-def closing(rows: list[dict], given: list[str]) -> str:
-    """Write a section for RESULTS.md: command, commit and machine, a table of each part, and what is in none
-    of them."""
+def verdicts(rows: list[dict], asked: list[str]) -> str:
+    """Say of each part whether it passed, failed or was not reached, what that means and what to set."""
+    lines = []
+    for name in asked:
+        ended = [row for row in rows if row["part"] == name]
+        state, means = "passed", PARTS[name].passed
+        if any("failed" in row for row in ended):
+            state, means = "FAILED", f"set {PARTS[name].else_set}"
+        elif not any(row.keys() - {"part", "shape", "way", *REASONS} for row in ended):
+            state, means = "not reached", next((row["skipped"] for row in ended), "")
+        lines.append({"part": name, "": state, "means": means})
+    return table(lines)
+
+
+def closing(rows: list[dict], given: list[str], asked: list[str]) -> str:
+    """Write a section for RESULTS.md: command, commit and machine, what each part says, its table, and what
+    is in none of them."""
     machine = rows[0]
     command = shlex.join(["python", "bench/gpu.py", *given])
     lines = [f"### What bench/gpu.py measured on {machine['device']}\n",
@@ -153,6 +186,7 @@ def closing(rows: list[dict], given: list[str]) -> str:
              f"{machine['details']}.\n"]
     if not machine["cuda"]:
         lines.append("NO CUDA DEVICE: all sizes are cut, and these figures say nothing about a GPU.\n")
+    lines.append(verdicts(rows, asked))
     for name, part in PARTS.items():
         of_part = [row for row in rows if row["part"] == name and len(row.keys() - REASONS) > 3]
         if of_part and part.title:
@@ -213,7 +247,8 @@ def bench(args: argparse.Namespace) -> int:
                     append(out, {"part": name, "shape": shape} | ended)
                     print(*ended.items(), flush=True)
     rows = read(out, before)
-    print(f"\n{closing(rows, sys.argv[1:])}\n{perf_counter() - start:.0f} s; all lines are in {out}")
+    print(f"\n{closing(rows, sys.argv[1:], args.parts)}\n"
+          f"{perf_counter() - start:.0f} s; all lines are in {out}")
     print_json("gpu", results=rows)
     return 1 if any("failed" in row for row in rows) else 0
 

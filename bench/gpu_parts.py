@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 import traceback
 from collections import defaultdict
@@ -291,6 +292,12 @@ def check(bench: Bench, *changes: str) -> None:
                   **failure({result.remedy: not result.passed}))
 
 
+def tests(bench: Bench) -> None:
+    """Run the tests that want a GPU, in a process of their own: they open the device's group themselves."""
+    code = subprocess.run([sys.executable, "-m", "pytest", "-m", "gpu", "tests"], cwd=ROOT).returncode
+    bench.add("pytest -m gpu", passed=code == 0, **failure({f"it ended with {code}": code != 0}))
+
+
 def ranks(bench: Bench) -> None:
     """Try the same on two ranks, each with an engine of its own."""
     check(bench)
@@ -437,4 +444,4 @@ def sync_seconds(bench: Bench, engine: Engine, policy: Decoder) -> dict[str, lis
 
 
 FUNCTIONS = {part.__name__: part for part in (
-    machine, kernels, check, ranks, tensor_parallel, custom_all_reduce, updates, step, rollout)}
+    machine, kernels, check, ranks, tensor_parallel, custom_all_reduce, updates, step, rollout, tests)}

@@ -1,6 +1,6 @@
 """Where does a step's time go, what does pruning save, and what do its stages cost by themselves?
 
-    python bench/step.py [--parts step,pack,rollout] [--rounds 5]
+    python bench/step.py [--parts step,pack,rollout,ranks] [--rounds 5]
 
 step        Steps of the toy (16 prompts x 16 completions) at keep = 16, 8, 4, 2, 1 of 16, in turns, since the
             machine's speed drifts: seconds by phase, and the update's over that of keep 16 in the same round.
@@ -12,11 +12,16 @@ rollout     Tokens a second of the embedded engine, and of vLLM if it is install
             float32 on the CPU and bfloat16 on CUDA. Lengths are given: fixed, 64 tokens in every slot; or
             tailed, three samples a slot of exponentially drawn lengths, 256 at most. Each engine has its own
             process.
+ranks       Runs of train.py, six steps of the toy on 1, 2 and 4 ranks, in turns: seconds of a step behind the
+            first, and over those of one rank in the same round.
 
 Figures are medians over the rounds, with the least and the largest.
 """
 
 import importlib.util
+import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +32,7 @@ from time import perf_counter
 
 import numpy as np
 import torch
-from common import in_own_process, listed, parser, print_json, show, timed
+from common import ROOT, in_own_process, listed, parser, print_json, read, show, timed
 from shapes import ask, engine_spec, random_model, write_config
 
 import config
@@ -259,9 +264,29 @@ def rollouts(shapes: list[str], slots: list[int], rounds: int, halves: bool) -> 
     return show("Tokens a second of each engine", rows)
 
 
+# ---- ranks
+
+def on_ranks(rounds: int) -> list[dict]:
+    seconds = {ranks: [] for ranks in (1, 2, 4)}
+    for _, ranks in product(range(rounds), seconds):
+        with tempfile.TemporaryDirectory() as folder:
+            sets = ["steps=6", "eval.every=0", "checkpoint.every=0", f"out={folder}/run"]
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
+                       str(ranks), "train.py", "--config", "cppo_toy.yaml"]
+            command += [word for setting in sets for word in ("--set", setting)]
+            subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+            spent = [line["time/step"] for line in read(Path(folder, "run", "metrics.jsonl"))
+                     if "time/rollout" in line]
+        seconds[ranks].append(median(spent[1:]))
+    rows = [{"ranks": ranks, "step s": spent,
+             "of one rank's": [a / b for a, b in zip(spent, seconds[1], strict=True)]}
+            for ranks, spent in seconds.items()]
+    return show(f"Six steps of cppo_toy on {os.cpu_count()} cores, one thread a rank", rows)
+
+
 def main() -> None:
     options = parser(__doc__)
-    parts = ["step", "pack", "rollout"]
+    parts = ["step", "pack", "rollout", "ranks"]
     options.add_argument("--parts", type=listed(parts), default=parts, help=",".join(parts))
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--shapes", default="1M,10M", help="rollout: of bench/shapes.py")
@@ -270,6 +295,7 @@ def main() -> None:
     args = options.parse_args()
     slots = [int(count) for count in args.slots.split(",")]
     measure = {"step": lambda: steps(args.rounds), "pack": lambda: packing(args.rounds),
+               "ranks": lambda: on_ranks(args.rounds),
                "rollout": lambda: rollouts(args.shapes.split(","), slots, args.rounds, args.halves)}
     results = {part: measure[part]() for part in args.parts}
     dist.close()

@@ -240,11 +240,9 @@ def cache_bytes(shape: Shape, element: int, slots: int, max_len: int, tensor_par
 
 def spreads(shape: Shape) -> list[int]:
     """List the numbers of ranks over which vLLM can spread a model: whole heads, of keys alike or copied."""
-    def whole(ranks: int) -> bool:
-        few, many = sorted((ranks, shape.kv_heads))
-        return not (shape.heads % ranks or shape.intermediate_size % ranks or many % few)
-
-    return [ranks for ranks in range(1, shape.heads + 1) if whole(ranks)]
+    inner, keys = shape.intermediate_size, shape.kv_heads
+    return [ranks for ranks in range(1, shape.heads + 1)
+            if not (shape.heads % ranks or inner % ranks or max(ranks, keys) % min(ranks, keys))]
 
 
 def parameters(shape: Shape) -> int:

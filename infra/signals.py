@@ -14,8 +14,9 @@ from settings.loader import ConfigError
 from verify.errors import VerifyError
 
 SAVE_MEMORY = ("for the update lower pack.capacity or model.logp_chunk, set model.checkpoint_blocks=all or "
-               "optim.offload=true (CUDA), train an adapter (model.lora.rank) or on more ranks; for the "
-               "rollout lower rollout.slots or rollout.cache_gib; train.py --fit tells what helps")
+               "rollout.sleep=always (vLLM) or optim.offload=true (CUDA), train an adapter (model.lora.rank) "
+               "or on more ranks; for the rollout lower rollout.slots or rollout.cache_gib; train.py --fit "
+               "tells what helps")
 
 
 def find_file(error: OSError) -> object:

@@ -129,7 +129,7 @@ def commands(monkeypatch) -> list[list[str]]:
         if part == "machine":
             common.append(out, {"part": part, "shape": "", "way": "", "device": "NVIDIA H200", "cuda": True,
                                 "details": "139.8 GiB", "commit": "abcdef0 of 2026-11-22"})
-        if part == "updates":
+        if part in ("updates", "step"):
             common.append(out, {"part": part, "shape": shape, "way": "16", "MFU": 0.478, "tokens": 65536, "GiB": None})
         time.sleep(0.02 if part == "step" else 0)
         return "signal 9: Killed" if part == "updates" or "torch.distributed.run" in command else ""
@@ -141,7 +141,7 @@ def commands(monkeypatch) -> list[list[str]]:
 def test_the_bench_goes_on_past_a_part_that_fails_and_ends_in_time(commands, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "PARTS", {name: part for name, part in gpu.PARTS.items()
                                        if name in ("machine", "updates", "step", "vllm_check")} | {
-        "absent": gpu.Part("what needs a package", 9, needs="no_such_package")})
+        "absent": gpu.Part("what needs a package", 9, "", "", needs="no_such_package")})
     out = tmp_path / "new" / "results.jsonl"
     given = Namespace(shapes=None, parts=["updates", "step", "absent"], out=out)
     assert gpu.bench(given) == 1
@@ -151,6 +151,10 @@ def test_the_bench_goes_on_past_a_part_that_fails_and_ends_in_time(commands, tmp
     assert "| shape | way | MFU   | tokens |\n| ----- | --- | ----- | ------ |\n| 0.5B  | 16  | 0.478 |" in printed
     assert "Failed:\n\n- updates 0.5B: signal 9: Killed\n- updates 1.5B: signal 9: Killed\n" in printed
     assert "- absent 0.5B: no_such_package is not installed\n" in printed and "NO CUDA" not in printed
+    verdicts = [line.strip("| ").split(" | ") for line in printed.splitlines() if line.startswith("| ")][2:5]
+    assert [[cell.strip() for cell in line] for line in verdicts] == [
+        ["updates", "FAILED", "set pack.capacity, lower"], ["step", "passed", gpu.PARTS["step"].passed],
+        ["absent", "not reached", "no_such_package is not installed"]]
     monkeypatch.setattr(gpu, "SECONDS", 5.01)
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--parts", "step"])
     assert gpu.bench(Namespace(shapes="7B,7B", parts=["step"], out=out)) == 0
@@ -244,6 +248,12 @@ def test_the_bench_of_rollouts_measures_each_engine():
     for engine in ("torch", "torch, bfloat16"):
         rates = {row["lengths"]: min(row["tokens/s"]) for row in measured["rollout"] if row["engine"] == engine}
         assert rates.keys() == {"fixed", "tailed"} and min(rates.values()) > 0
+
+
+@pytest.mark.slow
+def test_the_bench_of_ranks_takes_steps_on_each_number_of_them():
+    rows = last_line("step", "--parts", "ranks", "--rounds", "1")["ranks"]
+    assert [row["ranks"] for row in rows] == [1, 2, 4] and rows[0]["of one rank's"] == [1.0]
 
 
 @pytest.mark.slow

@@ -54,8 +54,8 @@ def cluster(tmp_path) -> dict[str, str]:
     return os.environ | {
         "PATH": f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}", "FOLDER": str(tmp_path),
         "VENV": str(venv.parent), "OMP_NUM_THREADS": "1", "PORT": str(free_port()), "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_CPUS_ON_NODE": "96",
-        "SLURM_SUBMIT_DIR": str(ROOT)}
+        "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "2",
+        "SLURM_CPUS_ON_NODE": "96", "SLURM_SUBMIT_DIR": str(ROOT)}
 
 
 def job(out: Path, cluster: dict, more: list[str]) -> subprocess.Popen:

@@ -137,6 +137,14 @@ def test_halves_are_said_to_be_slow_on_a_cpu_without_instructions_for_them(monke
         assert capsys.readouterr().err.count("model.dtype=bfloat16 takes this CPU 6 to 70 times as long") == said
 
 
+@pytest.mark.parametrize(("cores", "ranks", "said"), [(3, 1, ""), (8, 2, ""), (8, 1, "7 of 8 cores are idle: ")])
+def test_a_run_on_one_core_of_many_says_so(cores, ranks, said, monkeypatch):
+    monkeypatch.setattr(choices.os, "sched_getaffinity", lambda process: range(cores))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    remarks = kernels("cppo_gsm8k", Machine(CPU, GIB, ranks)).remarks
+    assert "".join(remarks).startswith(said) and bool(remarks) == bool(said)
+
+
 def test_only_the_tested_vllm_counts(monkeypatch):
     for version, fine in (("0.32.0", True), ("0.32.0+cu130", True), ("0.33.0", False), (None, False)):
         def installed(name, version=version):
@@ -189,6 +197,7 @@ def seen(monkeypatch):
         monkeypatch.setattr(hardware, "DRIVER", SimpleNamespace(is_file=lambda: driver))
         monkeypatch.setattr(torch.version, "cuda", built)
         monkeypatch.setattr(torch.cuda, "init", start)
+        monkeypatch.setattr(choices.os, "sched_getaffinity", lambda process: range(1))
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
     return describe
 

@@ -62,11 +62,10 @@ def trained(shape: Shape, lora: Any) -> int:
     if lora is None:
         return parameters(shape)
     D, inner = shape.hidden_size, shape.intermediate_size
-    sides = {  # inputs and outputs of a block's layers: q, k, v, o; gate, up, down, or the first two as one
-        "attention": 4 * D + 2 * (shape.heads + shape.kv_heads) * shape.head_dim,
-        "mlp": 3 * (D + inner) - D * shape.family.fused_mlp,
-    }
-    return shape.layers * lora.rank * sides.get(lora.targets, sum(sides.values()))
+    # Inputs and outputs of a block's layers: q, k, v, o; gate, up, down, or the first two as one.
+    attention = 4 * D + 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+    mlp = 3 * (D + inner) - D * shape.family.fused_mlp
+    return shape.layers * lora.rank * (attention + mlp)
 
 
 def planned_row(cfg: Config) -> tuple[int, int]:

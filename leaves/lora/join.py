@@ -37,13 +37,6 @@ from records import frozen
 from settings.loader import ConfigError, read_json
 from settings.paths import find_path
 
-ATTENTION_LAYERS = [f"self_attn.{name}_proj" for name in "qkvo"]
-MLP_LAYERS = [f"mlp.{name}_proj" for name in ("gate", "up", "gate_up", "down")]
-TARGETS = {  # model.lora.targets -> layers of a block, of which a family has some
-    "all": ATTENTION_LAYERS + MLP_LAYERS,
-    "attention": ATTENTION_LAYERS,
-    "mlp": MLP_LAYERS,
-}
 PREFIX = "base_model.model."  # of every name in a PEFT file
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Settings of PEFT that change an adapter's result, and the values that do not.
@@ -130,7 +123,7 @@ class Adapters(Weights):
         own, trained_in = self.cfg.model.lora, getattr(torch, self.cfg.model.dtype)
         require_same_inputs(path, read_extra(path)["inputs"], Weights.identify(self, folder))
         model = empty_model(folder, trained_in)
-        adapt(model, Lora(own.rank, own.alpha, own.targets), trained_in)
+        adapt(model, Lora(own.rank, own.alpha), trained_in)
         load_weights(model.to_empty(device="cpu"), folder)
         return load_policy_into(path, model.to(torch.promote_types(dtype, torch.float32)))
 
@@ -156,14 +149,13 @@ def adapt(model: Decoder, settings: Lora, dtype: torch.dtype) -> None:
     model.to(dtype).requires_grad_(False)
     wide = torch.promote_types(dtype, torch.float32)
     for block in model.layers:
-        layers = dict(block.named_modules())
-        for name in TARGETS[settings.targets]:
-            if name in layers:
-                most = min(layers[name].weight.shape)
+        for name, layer in [*block.named_modules()]:
+            if isinstance(layer, nn.Linear):
+                most = min(layer.weight.shape)
                 if settings.rank > most:
                     raise ConfigError(f"model.lora.rank={settings.rank} must be at most {most}, the smaller "
-                                      f"side of {name}; lower it, or choose other model.lora.targets")
-                block.set_submodule(name, Adapted(layers[name], settings, wide))
+                                      f"side of {name}; lower it")
+                block.set_submodule(name, Adapted(layer, settings, wide))
 
 
 @torch.no_grad()
@@ -213,8 +205,8 @@ def read_adapter(model: Decoder, settings: Lora) -> dict[str, Tensor]:
     stored = read_tensors([folder / WEIGHTS])
     if wrong := compare_shapes(stored.items(), named_factors(model)):
         raise ConfigError(
-            f"{named} does not fit model.path and model.lora.targets={settings.targets} at {wrong}; take the "
-            "base and the layers that it was trained on")
+            f"{named} does not fit model.path, with every linear layer of its blocks, at {wrong}; take the "
+            "base that it was trained on, or merge it into that, and take the result as model.path")
     return stored
 
 

@@ -28,8 +28,7 @@ from policy import weights_of
 from settings.loader import ConfigError
 
 SEGMENTS = torch.randint(96, (3, 40), generator=torch.Generator().manual_seed(1)).tolist()
-NAMED = {"attention": ["q_proj", "k_proj", "v_proj", "o_proj"], "mlp": ["gate_proj", "up_proj", "down_proj"]}
-NAMED["all"] = ALL = NAMED["attention"] + NAMED["mlp"]
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def ours_on(folder: Path, settings: Lora) -> Decoder:
@@ -53,13 +52,12 @@ def logits_of(model: torch.nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("targets", NAMED)
 @pytest.mark.parametrize("kind", conftest.others_slow(["qwen2", "qwen3-bias", "llama3", "llama-bias"], "qwen2", "llama-bias"))
-def test_logits_and_gradients_are_pefts_and_both_exports_have_them(kind, targets, tmp_path):
-    folder, settings = write_case(tmp_path, kind), Lora(rank=3, alpha=5.0, targets=targets)
+def test_logits_and_gradients_are_pefts_and_both_exports_have_them(kind, tmp_path):
+    folder, settings = write_case(tmp_path, kind), Lora(rank=3, alpha=5.0)
     with conftest.Doubled():
         ours = ours_on(folder, settings)
-        assert [name.rpartition(".")[2] for name in lora.find_adapters(ours)] == 4 * NAMED[targets]
+        assert [name.rpartition(".")[2] for name in lora.find_adapters(ours)] == 4 * ALL
         lora.export_adapter(ours, settings, "base", tmp_path / "adapter")
         base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
         theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
@@ -172,14 +170,12 @@ def test_first_values_are_those_of_a_linear_layer_by_seed_and_name(tiny, tmp_pat
         assert not torch.equal(p, other[name])
 
 
-@pytest.mark.parametrize("targets", lora.TARGETS)
-def test_what_is_trained_is_float32_and_small_and_all_else_frozen_in_halves(targets, tiny, tmp_path):
+def test_what_is_trained_is_float32_and_small_and_all_else_frozen_in_halves(tiny, tmp_path):
     """The policy's adapters, and those of a critic with its whole head; saved are they and their moments alone."""
     made = learner_on(tiny, toy_config(tmp_path / "run", f"model.path={tiny}", "model.dtype=bfloat16",
-                                       "model.lora.rank=2", f"model.lora.targets={targets}",
-                                       name="ppo_gsm8k.yaml toy.yaml"))
-    named = {f"layers.{i}.{name}.lora_{factor}" for i in range(2) for name in lora.TARGETS[targets] for factor in "AB"
-             if "gate_up" not in name}
+                                       "model.lora.rank=2", name="ppo_gsm8k.yaml toy.yaml"))
+    named = {f"layers.{i}.{'mlp' if name in ALL[4:] else 'self_attn'}.{name}.lora_{factor}"
+             for i in range(2) for name in ALL for factor in "AB"}
     heads = {"value.weight", "value.bias"}
     for (model, optimizers), expected in zip([(made.policy, made.optimizers), *made.roles.values()], (
             named, heads | {f"backbone.{name}" for name in named}), strict=True):
@@ -247,10 +243,8 @@ def test_an_adapter_goes_on_on_its_own_base_and_from_its_own_first_one_alone(tin
     ({"bias": "all"}, [], "its bias='all' must be 'none'"),
     ({"rank_pattern": {"q_proj": 2}}, [], "its rank_pattern={'q_proj': 2} must be {}"),
     ({"target_modules": ALL[:4]}, [],
-     r"does not fit model.path and model.lora.targets=all at 12 tensors, e.g. .*down_proj.lora_A.weight: nothing there "
-     r"and \(3, 48\) here; take the base and the layers that it was trained on"),
-    ({}, ["model.lora.targets=attention"],
-     r"targets=attention at 12 tensors, e.g. .*: \(3, 48\) there and nothing here"),
+     r"does not fit model.path, with every linear layer of its blocks, at 12 tensors, e.g. .*down_proj.lora_A.weight: "
+     r"nothing there and \(3, 48\) here; take the base that it was trained on, or merge it into that"),
 ])
 def test_an_adapter_that_is_not_what_the_settings_say_is_refused(written, asked, message, tiny, tmp_path):
     written_by_peft(tiny, tmp_path / "adapter", **written)
@@ -258,11 +252,10 @@ def test_an_adapter_that_is_not_what_the_settings_say_is_refused(written, asked,
         learner_on(tiny, gone_on_from(tiny, tmp_path / "adapter", *asked))
 
 
-@pytest.mark.parametrize(("targets", "most"), [("all", 16), ("mlp", 32)])
-def test_a_rank_above_the_smaller_side_of_a_layer_is_refused_before_there_is_memory_for_it(targets, most, tiny):
-    lora.adapt(empty_model(tiny, torch.float32), Lora(most, targets=targets), torch.float32)
-    with pytest.raises(ConfigError, match=f"model.lora.rank={most + 1} must be at most {most}, the smaller side of "):
-        lora.adapt(empty_model(tiny, torch.float32), Lora(most + 1, targets=targets), torch.float32)
+def test_a_rank_above_the_smaller_side_of_a_layer_is_refused_before_there_is_memory_for_it(tiny):
+    lora.adapt(empty_model(tiny, torch.float32), Lora(16), torch.float32)
+    with pytest.raises(ConfigError, match="model.lora.rank=17 must be at most 16, the smaller side of "):
+        lora.adapt(empty_model(tiny, torch.float32), Lora(17), torch.float32)
 
 
 MODEL, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
