@@ -119,8 +119,8 @@ class Machine:
 
     def against_vllm(self, dtype: torch.dtype) -> str:
         """Say why `auto` takes the embedded engine for numbers of this kind; "" if it takes vLLM."""
-        rounds = f"vLLM's kernels round the factors of {dtype} products"  # to TF32, beside the trainer's
-        return self.no_vllm or (rounds if dtype.itemsize > 2 else "")
+        # To TF32, while the trainer's are not rounded.
+        return self.no_vllm or f"vLLM's kernels round the factors of {dtype} products" * (dtype.itemsize > 2)
 
     def engines(self, dtype: torch.dtype) -> list[str]:
         """List the rollout engines that can run here, the fastest first."""

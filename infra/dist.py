@@ -147,7 +147,7 @@ def sum_over_ranks(sums: dict[str, Tensor | float]) -> dict[str, float]:
     """Add up every rank's sums, those on a device after one copy. Means are computed from the result, never
     before."""
     there = {name: value.double() for name, value in sums.items() if isinstance(value, Tensor)}
-    copied = zip(there, torch.stack([*there.values()]).tolist(), strict=True) if there else ()
+    copied = zip(there, torch.stack([*there.values()]).cpu().tolist(), strict=True) if there else ()
     total = torch.tensor([*(sums | dict(copied)).values()], dtype=torch.float64)
     td.all_reduce(total)
     return dict(zip(sums, total.tolist(), strict=True))

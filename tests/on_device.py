@@ -229,7 +229,7 @@ def one_by_one(name: str) -> Callable:
     return lambda self, outs, ins, options: [self.call(name, *pair) for pair in zip(outs, ins, strict=True)][-1]
 
 
-for name in ("allreduce", "broadcast", "allgather"):
+for name in ("allreduce", "broadcast", "allgather", "gather", "scatter"):
     setattr(Both, name, passed_on(name))
 Both.all_gather_single, Both.reduce_scatter_single = map(passed_on, ("_allgather_base", "_reduce_scatter_base"))
 Both.allgather_into_tensor_coalesced = one_by_one("_allgather_base")  # functional collectives have these names

@@ -5,9 +5,12 @@ The templates are written anew after those of the models that they are named aft
 change earlier turns, is the same.
 """
 
+import copy
 import json
 import random
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import TOY
@@ -273,9 +276,16 @@ def test_rewards_read_the_last_words_of_the_policy_and_no_others(name, dialects)
 
 @pytest.mark.parametrize("name", DIALECTS)
 def test_roles_that_a_template_renders_otherwise_are_refused(name, dialects):
+    from leaves.environment.join import EnvironmentEngine
     from leaves.environment.replies import Splicer
     *_, fitting, refused = DIALECTS[name]
-    splicer = Splicer(dialects[name])
+    tokenizer = copy.copy(dialects[name])
+    tokenizer.eos_ids = {0, *tokenizer.eos_ids}  # as Qwen's, which may end by another token than its answers do
+    splicer = Splicer(tokenizer)
+    assert splicer.closing is None or splicer.end_text == DIALECTS[name][1]
+    for notation in ("plain", "json"):  # in the second a reply has the role of a tool
+        with pytest.raises(ConfigError) if notation == "json" and "tool" not in fitting else nullcontext():
+            EnvironmentEngine(None, tokenizer, SimpleNamespace(tools=[None], format=notation), False)
     for role in fitting:
         splicer.require_fit((role,))
     for role, why in refused.items():

@@ -63,6 +63,11 @@ def test_a_config_that_was_edited_in_the_run_folder_is_compared_with_the_checkpo
     assert steps(run) == [1, 2, 3, 4]
 
 
+def test_the_code_of_a_run_is_all_of_ours_but_tests():
+    code = {name.removeprefix("code of ") for name in checkpoint.describe_code() if name.startswith("code of ")}
+    assert {"loss.py", "infra/dist.py", "leaves/lora/join.py"} <= code and not any("test_" in name for name in code)
+
+
 @pytest.mark.slow
 def test_other_code_and_libraries_are_named_and_the_run_goes_on(run, monkeypatch, capsys):
     go_on(run)

@@ -382,8 +382,14 @@ def test_a_wrong_or_hostile_file_ends_in_one_line(source, message, tmp_path, cap
     assert "Traceback" not in out + err and len(err.splitlines()) <= 1
 
 
+def test_rows_are_tried_before_models_are_loaded(tmp_path):
+    (tmp_path / "mine.py").write_text(f"{REPLY}row['nothing']")
+    with pytest.raises(ConfigError, match="it raises KeyError in line 2: 'nothing'"):
+        train.load_task(toy_config(tmp_path / "run", f"environment.file={tmp_path}/mine.py", "environment.max_context=400"))
+
+
 def test_a_call_that_is_ended_ends_its_completion_and_is_said_once(tmp_path, capfd):
-    file = opened(tmp_path, "def reply(text, row):\n    print('x')\n    while text: pass\n")
+    file = opened(tmp_path, "def reply(text, row):\n    print('x', flush=True)\n    while text: pass\n")
     assert [ask(file, "a", "q7"), ask(file, "b", "q8")] == [Reply(None, failures=1)] * 2
     assert list(capfd.readouterr()) == ["", (
         f"environment.file={tmp_path}/mine.py: a call took more than 1 s of computing or of waiting "
