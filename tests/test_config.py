@@ -54,7 +54,7 @@ NAMED = {
     "BERNOULLI": "prune.completions={kind: bernoulli, drop_prob: 0.5}", "PPS": "prune.completions={kind: pps, keep: 2}",
     "THINNED": "prune.prompts={kind: bernoulli, drop_prob: 0.5}", "WINDOW": "GAE & critic.lr=1 & windows.tokens=4",
     "FLIGHT": "windows.in_flight=3 & windows.max_age=2 & windows.tokens=4",
-    "GAE": "advantage.kind=gae",
+    "GAE": "advantage.kind=gae", "CUT": "prune.tokens.kind=prefix", "SHARE": "prune.prompts={kind: pps, share: 0.5}",
     "ONE": "advantage.kind=soft_value & rollout.group_size=1", "DECOUPLED": "advantage.kind=decoupled",
     "RESIDUAL": "advantage={kind: soft_value, residual: 1e-3}", "INFORMATIVE": "rollout.until=informative",
     "VLLM": "rollout.engine=vllm", "HUGE": "steps=1" + "0" * 400, "DEEP": "steps=" + "[" * 3000}
