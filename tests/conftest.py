@@ -120,10 +120,14 @@ def command(monkeypatch):
 
 @pytest.fixture
 def refused(command, capsys):
-    """Run a program that ends with status 2 and one line of error, which is returned."""
+    """Run a program that ends with status 2 and one line of error, which is returned; behind argparse's usage, if
+    a word is wrong."""
     def run(program, *words) -> str:
         capsys.readouterr()
-        assert command(program, *words) == 2
+        try:
+            assert command(program, *words) == 2
+        except SystemExit:
+            return capsys.readouterr().err.splitlines()[-1]
         line, = capsys.readouterr().err.splitlines()
         return line
 

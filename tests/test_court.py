@@ -452,28 +452,18 @@ def test_the_method_of_the_page_is_compared_as_far_as_it_ran_and_a_changed_one_b
     assert done.returncode == 1 and "no run on the test problems has ended yet" in done.stderr
 
 
-def refused(command, capsys, script, *words: str) -> str:
-    """The message with which a script ends."""
-    try:
-        status = command(script, *words)
-    except SystemExit as end:  # of argparse
-        status = end.code
-    assert status == 2
-    return capsys.readouterr().err
-
-
-def test_a_method_that_would_not_be_tried_is_an_error(plugged, command, tmp_path, capsys):
+def test_a_method_that_would_not_be_tried_is_an_error(plugged, refused, tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text(MINE)
-    assert "mine.py has no mine.yaml beside it" in refused(command, capsys, try_method, str(mine))
-    why = refused(command, capsys, court, "--method", str(mine))
+    assert "mine.py has no mine.yaml beside it" in refused(try_method, str(mine))
+    why = refused(court, "--method", str(mine))
     assert "advantage.kind=group_norm is not of" in why and '--set "advantage={kind: deviation}"' in why
     for name, text, says in [("none", "ADVANTAGE = {}", "defines none of ADVANTAGES, COMPLETIONS, TRUST, weigh, wrap"),
                              ("taken", MINE.replace("deviation", "centred"), "advantage.kind=centred is there already"),
                              ("unnamed", MINE.replace('@kind("deviation")', ""), "Deviation has no name")]:
         (tmp_path / f"{name}.py").write_text(text)
-        assert says in refused(command, capsys, court, "--method", str(tmp_path / f"{name}.py"))
-    assert "method no.py not found" in refused(command, capsys, court, "--method", "no.py")
+        assert says in refused(court, "--method", str(tmp_path / f"{name}.py"))
+    assert "method no.py not found" in refused(court, "--method", "no.py")
     (tmp_path / "signs.py").write_text("MINE = True")  # called as one of the court's
     assert try_method.load(court.COURT / "signs.py").ADVANTAGES and try_method.load(tmp_path / "signs.py").MINE
 
@@ -491,8 +481,8 @@ def test_a_method_that_would_not_be_tried_is_an_error(plugged, command, tmp_path
     ("--hours 0", "--hours needs --method or --train"),
 ])
 def test_a_comparison_that_would_be_unfair_and_options_without_effect_are_errors(
-        words, says, plugged, command, tmp_path, capsys):
+        words, says, plugged, refused, tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text("def weigh(rows, logp, entropy, loss): return [1 + 0 * logp_C for logp_C in logp]\n")
     words = words.replace("--method", f"--method {mine}")
-    assert says in refused(command, capsys, court, *words.split(" "))
+    assert says in refused(court, *words.split(" "))

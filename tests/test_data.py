@@ -341,16 +341,6 @@ def test_greso_replaces_what_it_passes_over():
     assert history.place == len(draws) and draws[-1].kept
 
 
-def test_greso_adapts_to_the_shares_of_easy_and_hard_groups():
-    """Of 16 groups 2 are easy (target 8.3%) and one hard (16.7%). In the first epoch nothing was seen twice."""
-    rewards, prompts = [[1.0, 1.0]] * 2 + [[0.1, 0.1]] + [[0.0, 1.0]] * 13, PROMPTS * 3
-    assert not history_of(BernoulliPrompts(drop_prob=0.5)).adapts
-    for pruning, epoch, expected in ((Greso(), 0, (0.5, 0.5)), (Greso(), 1, (0.49, 0.51))):
-        history = history_of(pruning)
-        history.adapt(rolled(*rewards, prompts=prompts, epoch=epoch))
-        assert history.explore == pytest.approx(expected)
-
-
 def test_a_history_survives_a_checkpoint():
     from leaves.windows.join import Piece, Pool, Turn
     from leaves.windows.settings import Windows

@@ -246,10 +246,6 @@ def test_what_has_no_reward_is_no_candidate():
     mean_apart = torch.tensor([[1.0, nan, nan, 3.0, 2.1]])  # the mean is 2.03, and would be 1.22 of five
     assert prune.below_mean(mean_apart, 0.5).tolist() == [[0.5, 0, 0, 1, 1]]
     assert prune.below_mean(torch.tensor([[1.5, nan, nan, 3.0]]), 0.5).tolist() == [[0.5, 0, 0, 1]]
-    for advantage_only in (True, False):
-        candidates = prune.Candidates(adv_NG, make_groups([[1] * 6] * 3, [1] * 3), "sequence", advantage_only, 0)
-        size_NG = prune.gradient_size(candidates, "surprise", False)
-        assert not size_NG[adv_NG.isnan()].any() and (size_NG[~adv_NG.isnan()] > 0).all() == (not advantage_only)
 
 
 def test_no_subset_of_as_many_has_more_variance():
