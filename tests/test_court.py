@@ -281,7 +281,6 @@ def test_signs_take_right_or_wrong_completions_and_forks_the_fifth_with_the_high
     assert forks.highest(entropy_C[:2], 0.2).tolist() == [0, 1]
 
 
-ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 FEW = ["data.limit=4", "rollout.group_size=4", "rollout.max_new_tokens=24", "data.eval=null"]  # step 2 is epoch 2
 ONE_ROW = "pack.capacity=4096"
 METHODS = {
@@ -441,7 +440,8 @@ def test_the_method_of_the_page_is_compared_as_far_as_it_ran_and_a_changed_one_b
     mine.with_suffix(".yaml").write_text(MINE_CONFIG.replace("../experiments/long_sums.yaml", str(short)))
     command = [sys.executable, "-c", SHORT, str(ROOT / "experiments"), str(short), "--method", "my_method.py",
                "--seeds", "2", "--out", "own", "--set", "steps=3"]
-    ran = partial(subprocess.run, cwd=tmp_path, env=ONE_THREAD, capture_output=True, text=True)
+    ran = partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True,
+                  env=os.environ | {"OMP_NUM_THREADS": "1"})
     before, done = ran(command), ran(command)  # the second time all runs are there
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()]
     of_grpo, = (row[3:] for row in rows if row[0] == "grpo" and len(row) == 6)  # first evaluated after 4 steps

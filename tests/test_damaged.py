@@ -107,8 +107,7 @@ def test_a_file_of_a_model_that_is_damaged_is_named(name, content, message, mode
                                       "{% macro f() %}{{f()}}{% endmacro %}{{f()}}", "{% include 'a' %}",
                                       "{% import 'a' as b %}"])
 def test_a_chat_template_that_fails_says_how(template, model):
-    path = model / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    edit(model, "tokenizer_config.json", chat_template=template)
     assert "the chat template fails: " in said_by(use, model)
 
 

@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import ROOT, TOY, as_rewards, verdict, write_tiny
+from conftest import ROOT, TOY, as_rewards, write_tiny
 
 import config
 import data
@@ -24,7 +24,7 @@ from infra.named_sets import NAMED_SETS
 from records import Problem, Prompt, PromptDraw, Rolled, Sample
 from settings.kinds import AllPrompts, BernoulliPrompts, Greso, LowestRank, Prompts
 from verify.errors import VerifyError
-from verify.grade import name_unreadable
+from verify.grade import begin_verdict, finish_verdict, name_unreadable
 
 
 def write(path, *rows):
@@ -216,12 +216,11 @@ def test_a_tokenizer_that_cannot_prompt_is_an_error(tmp_path):
     edit(folder, "tokenizer_config.json", chat_template=None)
     with pytest.raises(ConfigError, match="without a chat template, as base models do; set data.prompt to a plain"):
         data.Tokenizer(folder)
-    (folder / "chat_template.jinja").write_text("{% for %}")
-    with pytest.raises(ConfigError, match="the chat template is not valid"):
-        data.Tokenizer(folder)
-    (folder / "chat_template.jinja").write_text("{{ '\\ud83d' }}")
-    with pytest.raises(ConfigError, match="its chat template writes half a character; mend it"):
-        data.Tokenizer(folder)
+    for template, said in (("{% for %}", "the chat template is not valid"),
+                           ("{{ '\\ud83d' }}", "its chat template writes half a character; mend it")):
+        (folder / "chat_template.jinja").write_text(template)
+        with pytest.raises(ConfigError, match=said):
+            data.Tokenizer(folder)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="tokenizer.json not found; the model folder must hold the tokenizer"):
         data.Tokenizer(folder)
@@ -463,5 +462,5 @@ def test_gold_answers_that_cannot_be_read_are_named_and_only_their_spelling_is_r
     with pytest.raises(VerifyError, match="own: none of the 2 gold answers can be read, for example .* of a"):
         name_unreadable("own", unread, needed=True)
     name_unreadable("own", unread, needed=False)
-    assert verdict(r"\frac{1}{", r"\frac{1}{ ") == "right"
-    assert verdict(r"\frac{1}{", "1") != "right" and verdict(r"\frac{1}{", "") != "right"
+    respelt, *others = (finish_verdict(begin_verdict(r"\frac{1}{", answer)) for answer in (r"\frac{1}{ ", "1", ""))
+    assert respelt == "right" and "right" not in others

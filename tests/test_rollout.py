@@ -1,6 +1,5 @@
 """Engine truth: log-probs are those of a full forward, and a sample is a function of its seed alone."""
 
-import json
 import sys
 import types
 
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ask, load, make_groups, unshared, write_tiny
+from test_data import edit
 
 import data
 import rollout
@@ -182,9 +182,8 @@ def test_draws_are_uniform_and_independent_of_how_many_are_asked_for():
 
 def test_every_file_that_names_an_eos_counts(tmp_path):
     folder = write_tiny(tmp_path)
-    for name, ids in (("config.json", 5), ("generation_config.json", [7, 9])):
-        raw = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps(raw | {"eos_token_id": ids}))
+    edit(folder, "config.json", eos_token_id=5)
+    edit(folder, "generation_config.json", eos_token_id=[7, 9])
     own = data.Tokenizer(folder).rust.token_to_id("<|im_end|>")
     assert data.Tokenizer(folder).eos_ids == {5, 7, 9, own}
 

@@ -73,8 +73,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "cppo" else pytest.mark.slow)
-                                  for name in RESUMED])
+@pytest.mark.parametrize("name", others_slow(RESUMED, "cppo"))
 def test_a_resumed_run_is_the_same_run_bit_for_bit(name, tmp_path, monkeypatch):
     """4 steps in one go = 3 steps, dead in the middle of the fourth, resumed from the checkpoint after the second."""
     base = {"tppo": "tppo_toy.yaml", "apo": "apo_gsm8k.yaml toy.yaml"}.get(name, "cppo_toy.yaml")
@@ -248,7 +247,6 @@ BROKEN = {
     "no such data": (["data.train=nowhere.jsonl", "out={new}"], "data file nowhere.jsonl not found"),
     "prompt too long": (["data.max_prompt_tokens=20", "out={new}"], "prompt toy/"),
     "longer than the model": (["eval.max_new_tokens=9999", "out={new}"], "allow sequences of 10127 tokens, but"),
-    "same run": ([], "already holds a run with this config; continue it with --resume, or"),
     "another run": (["seed=5"], "already holds a run with another config: seed (0 there, 5 now); start this one with"),
     "no folder": (["out={folder}/few.jsonl/run"], "few.jsonl is no folder or not writable; set `out` to a place that"),
     "not a run folder": (["out={folder}"], "exists and is not a run folder; set `out` to a new folder"),

@@ -25,7 +25,6 @@ from train import train
 LENGTHS = [[3, 1, 4], [2, 5, 1]]
 REWARD_NG = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 1.5]], dtype=torch.float64)
 ADV_NG = group_norm(REWARD_NG, 1, 1e-4)
-CANDIDATES = Candidates(ADV_NG, make_groups(LENGTHS, [2, 3]), "sequence", False, 0)
 WHOLE, LEAST = 0.3, 2
 
 
@@ -89,7 +88,8 @@ def test_over_all_cuts_and_all_draws_the_mean_is_the_full_gradient(draw, setting
     """The denominators are those of whole completions. Losses of single tokens differ, there in a mini-batch."""
     step = Short(tiny, tmp_path / "run", f"prune.completions={asdict(draw)}", *settings)
     places = [0] if len(settings) > 1 else [0, 1]
-    assert bias(step, outcomes(CANDIDATES, draw), monkeypatch, places) < EXACT
+    candidates = Candidates(ADV_NG, make_groups(LENGTHS, [2, 3]), "sequence", False, 0)
+    assert bias(step, outcomes(candidates, draw), monkeypatch, places) < EXACT
 
 
 @pytest.mark.parametrize("normalize", ["sequence", "token"])

@@ -237,15 +237,14 @@ def test_gresos_rounds_as_released():
 
 def test_what_has_no_reward_is_no_candidate():
     """Of 4 candidates, keep 2 and drop half; of 1 candidate, keep 2 keeps it; where none is one, nothing is kept."""
-    nan = float("nan")
-    adv_NG = torch.tensor([[0.1, nan, -3.0, 0.0, nan, 2.0], [nan, nan, 0.0, nan, nan, nan], [nan] * 6])
+    adv_NG = torch.tensor([[0.1, NAN, -3.0, 0.0, NAN, 2.0], [NAN, NAN, 0.0, NAN, NAN, NAN], [NAN] * 6])
     assert prune.keep_largest(adv_NG, 2, "group").keep_NG.nonzero().tolist() == [[0, 2], [0, 5], [1, 2]]
     assert prune.keep_largest(adv_NG, 2, "batch").keep_NG.nonzero().tolist() == [[0, 0], [0, 2], [0, 3], [0, 5], [1, 2]]
     assert prune.drop_bottom(adv_NG, 0.5).keep_NG.nonzero().tolist() == [[0, 2], [0, 5], [1, 2]]
     assert prune.keep_all(adv_NG).weight_NG.tolist() == [[1, 0, 1, 1, 0, 1], [0, 0, 1, 0, 0, 0], [0] * 6]
-    mean_apart = torch.tensor([[1.0, nan, nan, 3.0, 2.1]])  # the mean is 2.03, and would be 1.22 of five
+    mean_apart = torch.tensor([[1.0, NAN, NAN, 3.0, 2.1]])  # the mean is 2.03, and would be 1.22 of five
     assert prune.below_mean(mean_apart, 0.5).tolist() == [[0.5, 0, 0, 1, 1]]
-    assert prune.below_mean(torch.tensor([[1.5, nan, nan, 3.0]]), 0.5).tolist() == [[0.5, 0, 0, 1]]
+    assert prune.below_mean(torch.tensor([[1.5, NAN, NAN, 3.0]]), 0.5).tolist() == [[0.5, 0, 0, 1]]
 
 
 def test_no_subset_of_as_many_has_more_variance():
