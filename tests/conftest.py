@@ -29,7 +29,6 @@ from policy import Weights
 from records import Batch, Group, Prompt, PromptDraw, Pruned, Request, Rewards, Rolled, Sample, Segments
 from settings import leaves, loader
 from settings.loader import ConfigError
-from verify import grade as grading
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the runs of the tests would go on, as they should
 
@@ -120,10 +119,14 @@ def command(monkeypatch):
 
 @pytest.fixture
 def refused(command, capsys):
-    """Run a program that ends with status 2 and one line of error, which is returned."""
+    """Run a program that ends with status 2 and one line of error, which is returned; behind argparse's usage, if
+    a word is wrong."""
     def run(program, *words) -> str:
         capsys.readouterr()
-        assert command(program, *words) == 2
+        try:
+            assert command(program, *words) == 2
+        except SystemExit:
+            return capsys.readouterr().err.splitlines()[-1]
         line, = capsys.readouterr().err.splitlines()
         return line
 
@@ -308,11 +311,6 @@ def logp_alone(model: torch.nn.Module, group: Group, sample: Sample, temperature
     ids, first = torch.tensor([*group.prompt.ids, *sample.ids]), len(group.prompt.ids)
     predict = torch.arange(first - 1, len(ids) - 1)
     return model(ids, torch.arange(len(ids)), attend_alone, predict, ids[first:], temperature)
-
-
-def verdict(gold: str, answer: str | None) -> str:
-    """How the verifier judges an answer."""
-    return grading.finish_verdict(grading.begin_verdict(gold, answer))
 
 
 AS_BYTES = (torch.Tensor.view, torch.frombuffer)  # here a dtype says how a file's bytes are to be read

@@ -24,6 +24,7 @@ from infra.tokenizer import Tokenizer
 from infra.weights import find_model, read_shape
 from records import Group, Problem, Prompt, Sample
 
+TEMPLATE = json.loads((TOY / "tokenizer_config.json").read_text())["chat_template"]
 ODD = "48/2 = 24 clips — in May; 50% off: €3.50?\n\tHow many, 𝟜 or ½? 😀" + "".join(map(chr, range(1, 256)))
 TALK = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": ODD}]
 
@@ -176,8 +177,7 @@ REASONED = "2 + 2\n</think>\n<answer>4</answer>"
 
 @pytest.mark.parametrize("opening", ["<think>", "<think>\n", "<think>\n\n"])
 def test_what_the_prompt_has_opened_counts_for_the_format(opening, tmp_path):
-    template = json.loads((TOY / "tokenizer_config.json").read_text())["chat_template"]
-    opens = template.replace("assistant\n{% endif", f"assistant\n{opening}{{% endif")
+    opens = TEMPLATE.replace("assistant\n{% endif", f"assistant\n{opening}{{% endif")
     folder = folder_with(tmp_path / "model", tokenizer_config={"chat_template": opens})
     assert tokenizer(folder).opened == opening and tokenizer(TOY).opened == ""
     for read in (tokenizer(folder), tokenizer(TOY, prompt=f"Q: {{question}}\nA: {opening}")):
@@ -274,26 +274,16 @@ def test_an_index_names_the_one_set_of_weights_beside_which_mistrals_second_copy
         load(folder)
 
 
-PROMPTED = {
-    "plain": {"prompt": "Question: {question} {{x}} 😀\nAnswer:"},
-    "plain, with a BOS": {"prompt": "<|endoftext|>Q: {question}\nA:"},
-    "system": {"system_prompt": 'Be "brief",\nplease: 😀.'},
-    "arguments": {"template": {"style": "dry", "deep": True, "more": None}},
-}
+READING = {"chat_template": "{{ style }}{% if deep and more is none %}D{% endif %}" + TEMPLATE}
 
 
-@pytest.mark.parametrize("how", PROMPTED)
-def test_an_export_prompts_by_itself_as_the_run_did(how, tmp_path):
+@pytest.mark.parametrize(("given", "system", "change"), [
+    ({"prompt": "Question: {question} {{x}} 😀\nAnswer:"}, None, {"tokenizer": ASKED["BOS and EOS"]}),
+    ({"prompt": "<|endoftext|>Q: {question}\nA:"}, None, {}), ({}, 'Be "brief",\nplease: 😀.', {}),
+    ({"template": {"style": "dry", "deep": True, "more": None}}, None, {"tokenizer_config": READING})],
+    ids=["plain", "plain, with a BOS", "system", "arguments"])
+def test_an_export_prompts_by_itself_as_the_run_did(given, system, change, tmp_path):
     """For our programs without the run's config, and for transformers."""
-    given = {key: value for key, value in PROMPTED[how].items() if key != "system_prompt"}
-    system = PROMPTED[how].get("system_prompt")
-    change = {}
-    if how == "arguments":
-        text = json.loads((TOY / "tokenizer_config.json").read_text())["chat_template"]
-        reading = "{{ style }}{% if deep and more is none %}D{% endif %}"
-        change = {"tokenizer_config": {"chat_template": reading + text}}
-    if how == "plain":
-        change = {"tokenizer": ASKED["BOS and EOS"]}
     folder = folder_with(tmp_path / "model", **change)
     read = tokenizer(folder, **given)
     ids = read.encode([read.render("1 + 1?", system)])[0]

@@ -54,7 +54,7 @@ NAMED = {
     "BERNOULLI": "prune.completions={kind: bernoulli, drop_prob: 0.5}", "PPS": "prune.completions={kind: pps, keep: 2}",
     "THINNED": "prune.prompts={kind: bernoulli, drop_prob: 0.5}", "WINDOW": "GAE & critic.lr=1 & windows.tokens=4",
     "FLIGHT": "windows.in_flight=3 & windows.max_age=2 & windows.tokens=4",
-    "GAE": "advantage.kind=gae",
+    "GAE": "advantage.kind=gae", "CUT": "prune.tokens.kind=prefix", "SHARE": "prune.prompts={kind: pps, share: 0.5}",
     "ONE": "advantage.kind=soft_value & rollout.group_size=1", "DECOUPLED": "advantage.kind=decoupled",
     "RESIDUAL": "advantage={kind: soft_value, residual: 1e-3}", "INFORMATIVE": "rollout.until=informative",
     "VLLM": "rollout.engine=vllm", "HUGE": "steps=1" + "0" * 400, "DEEP": "steps=" + "[" * 3000}
@@ -306,14 +306,13 @@ def test_the_tables_of_rules_name_real_settings_and_their_values():
         assert {entry.partition(":")[0] for used in only_with.values() for entry in used} <= words.keys()
     critic = {f"critic.{field.name}" for field in fields(Critic)}
     assert set(CRITIC_ONLY_WITH["advantage.kind=gae"]) == critic
-    assert rules.is_chosen({"loss.trust.kind": "clip"}, "loss.trust.kind=clamp or clip")
-    assert not rules.is_chosen({"loss.trust.kind": "clip"}, "loss.trust.kind=clamp or clip_sequence")
-    assert rules.is_chosen({"windows.tokens": 4}, "windows.tokens") and not rules.is_chosen({}, "windows.tokens")
-    assert not rules.is_chosen({"loss.kl": 0.0}, "loss.kl") and rules.is_chosen({"loss.kl": 0.1}, "loss.kl")
-    for loss, chosen in ({"a": 1}, True), ({"a": 1, "b": 1}, False), ({"a": 1, "c": 1}, False), ({"b": 1}, False):
-        assert rules.is_chosen(loss, "a without b without c") == chosen
-    assert rules.is_chosen({"loss.tis_cap": None}, "loss.tis_cap=null")
-    assert not rules.is_chosen({"loss.tis_cap": 2.0}, "loss.tis_cap=null")
+    for choice, those, others in (
+            ("kind=clamp or clip", [{"kind": "clip"}], []), ("kind=clamp or clip_sequence", [], [{"kind": "clip"}]),
+            ("tokens", [{"tokens": 4}], [{}]), ("kl", [{"kl": 0.1}], [{"kl": 0.0}]),
+            ("tis_cap=null", [{"tis_cap": None}], [{"tis_cap": 2.0}]),
+            ("a without b without c", [{"a": 1}], [{"a": 1, "b": 1}, {"a": 1, "c": 1}, {"b": 1}])):
+        assert all(rules.is_chosen(cfg, choice) for cfg in those), choice
+        assert not any(rules.is_chosen(cfg, choice) for cfg in others), choice
 
 
 def test_a_rule_of_a_leaf_stands_beside_the_cores_of_the_same_choice(monkeypatch):

@@ -281,7 +281,6 @@ def test_signs_take_right_or_wrong_completions_and_forks_the_fifth_with_the_high
     assert forks.highest(entropy_C[:2], 0.2).tolist() == [0, 1]
 
 
-ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 FEW = ["data.limit=4", "rollout.group_size=4", "rollout.max_new_tokens=24", "data.eval=null"]  # step 2 is epoch 2
 ONE_ROW = "pack.capacity=4096"
 METHODS = {
@@ -441,7 +440,8 @@ def test_the_method_of_the_page_is_compared_as_far_as_it_ran_and_a_changed_one_b
     mine.with_suffix(".yaml").write_text(MINE_CONFIG.replace("../experiments/long_sums.yaml", str(short)))
     command = [sys.executable, "-c", SHORT, str(ROOT / "experiments"), str(short), "--method", "my_method.py",
                "--seeds", "2", "--out", "own", "--set", "steps=3"]
-    ran = partial(subprocess.run, cwd=tmp_path, env=ONE_THREAD, capture_output=True, text=True)
+    ran = partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True,
+                  env=os.environ | {"OMP_NUM_THREADS": "1"})
     before, done = ran(command), ran(command)  # the second time all runs are there
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()]
     of_grpo, = (row[3:] for row in rows if row[0] == "grpo" and len(row) == 6)  # first evaluated after 4 steps
@@ -452,28 +452,18 @@ def test_the_method_of_the_page_is_compared_as_far_as_it_ran_and_a_changed_one_b
     assert done.returncode == 1 and "no run on the test problems has ended yet" in done.stderr
 
 
-def refused(command, capsys, script, *words: str) -> str:
-    """The message with which a script ends."""
-    try:
-        status = command(script, *words)
-    except SystemExit as end:  # of argparse
-        status = end.code
-    assert status == 2
-    return capsys.readouterr().err
-
-
-def test_a_method_that_would_not_be_tried_is_an_error(plugged, command, tmp_path, capsys):
+def test_a_method_that_would_not_be_tried_is_an_error(plugged, refused, tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text(MINE)
-    assert "mine.py has no mine.yaml beside it" in refused(command, capsys, try_method, str(mine))
-    why = refused(command, capsys, court, "--method", str(mine))
+    assert "mine.py has no mine.yaml beside it" in refused(try_method, str(mine))
+    why = refused(court, "--method", str(mine))
     assert "advantage.kind=group_norm is not of" in why and '--set "advantage={kind: deviation}"' in why
     for name, text, says in [("none", "ADVANTAGE = {}", "defines none of ADVANTAGES, COMPLETIONS, TRUST, weigh, wrap"),
                              ("taken", MINE.replace("deviation", "centred"), "advantage.kind=centred is there already"),
                              ("unnamed", MINE.replace('@kind("deviation")', ""), "Deviation has no name")]:
         (tmp_path / f"{name}.py").write_text(text)
-        assert says in refused(command, capsys, court, "--method", str(tmp_path / f"{name}.py"))
-    assert "method no.py not found" in refused(command, capsys, court, "--method", "no.py")
+        assert says in refused(court, "--method", str(tmp_path / f"{name}.py"))
+    assert "method no.py not found" in refused(court, "--method", "no.py")
     (tmp_path / "signs.py").write_text("MINE = True")  # called as one of the court's
     assert try_method.load(court.COURT / "signs.py").ADVANTAGES and try_method.load(tmp_path / "signs.py").MINE
 
@@ -491,8 +481,8 @@ def test_a_method_that_would_not_be_tried_is_an_error(plugged, command, tmp_path
     ("--hours 0", "--hours needs --method or --train"),
 ])
 def test_a_comparison_that_would_be_unfair_and_options_without_effect_are_errors(
-        words, says, plugged, command, tmp_path, capsys):
+        words, says, plugged, refused, tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text("def weigh(rows, logp, entropy, loss): return [1 + 0 * logp_C for logp_C in logp]\n")
     words = words.replace("--method", f"--method {mine}")
-    assert says in refused(command, capsys, court, *words.split(" "))
+    assert says in refused(court, *words.split(" "))

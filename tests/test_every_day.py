@@ -15,6 +15,7 @@ from conftest import ROOT, TOY, load, nudge, toy_config, weights, write_tiny
 from test_checkpoint import sharded
 from test_eval import sets
 from test_invariance import on_ranks
+from test_train import without_times
 
 import config
 import data
@@ -121,10 +122,8 @@ def test_a_run_goes_on_for_longer_and_is_the_longer_run(stopped, tmp_path, comma
     folder = tmp_path / "run"
     assert config.load(folder / f"config_until_{first:06d}.yaml") == once
     assert config.load(folder / "config.yaml") == config.load(yaml, ["steps=3", *sets[1::2]])
-    steps = [[line for line in runfolder.read_log(place / "metrics.jsonl") if "reward/mean" in line]
-             for place in (tmp_path / "whole", folder)]
-    one, other = ([{key: x for key, x in line.items() if not key.startswith(("time/", "memory/"))} for line in lines]
-                  for lines in steps)
+    one, other = ([line for line in without_times(place) if "reward/mean" in line]
+                  for place in (tmp_path / "whole", folder))
     assert one == other and len(one) == 3
     evaluated = {line["step"] for line in runfolder.read_log(folder / "metrics.jsonl") if "eval/few/accuracy" in line}
     assert evaluated == {0, first, 2, 3} and len(list((folder / "checkpoints").glob("step_*"))) == 2

@@ -87,7 +87,6 @@ PATH = ROOT / "examples" / "winnow.ipynb"
 
 
 def printed(notebook: nbformat.NotebookNode) -> str:
-    """What its cells wrote to stdout."""
     return "".join(output["text"] for cell in notebook.cells for output in cell.get("outputs", ())
                    if output.output_type == "stream" and output.name == "stdout")
 

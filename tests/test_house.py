@@ -297,7 +297,6 @@ def test_configs_undo_few_settings_of_their_bases_and_their_heads_have_one_form(
 
 
 def flat(section: dict, path: str = "") -> dict:
-    """Settings by their dotted names."""
     leaves: dict = {}
     for key, value in section.items():
         leaves |= flat(value, f"{path}{key}.") if isinstance(value, dict) else {path + key: value}

@@ -4,7 +4,6 @@ import pytest
 import torch
 from conftest import attention_by_mask, load, unshared, write_tiny
 from safetensors.torch import load_file
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model as decoder
@@ -23,17 +22,12 @@ def test_an_export_keeps_every_file_and_the_dtype(tmp_path):
     assert {t.dtype for t in load_file(tmp_path / "b" / "model.safetensors").values()} == {torch.bfloat16}
 
 
-def case(tiny) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    hidden_CD = torch.randn(23, 32, dtype=torch.float64, generator=generator, requires_grad=True)
-    head_VD = load(tiny, torch.float64).head_VD
-    return hidden_CD, head_VD, torch.randint(len(head_VD), (23,), generator=generator)
-
-
 @pytest.mark.parametrize("chunk", [1, 5, 23, 100])
 def test_log_probs_and_entropies_with_their_gradients_equal_the_dense_formula(chunk, tiny):
     """At a temperature other than 1, for a gradient that differs from token to token: both at once, or log-probs."""
-    hidden_CD, head_VD, target_C = case(tiny)
+    generator, head_VD = torch.Generator().manual_seed(0), load(tiny, torch.float64).head_VD
+    hidden_CD = torch.randn(23, 32, dtype=torch.float64, generator=generator, requires_grad=True)
+    target_C = torch.randint(len(head_VD), (23,), generator=generator)
     grad_C2 = torch.randn(23, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     dense_CV = (hidden_CD @ head_VD.T / 0.7).log_softmax(-1)
     dense_C2 = torch.stack([dense_CV.gather(1, target_C[:, None])[:, 0], -(dense_CV.exp() * dense_CV).sum(-1)], dim=1)
@@ -211,8 +205,6 @@ def test_log_probs_of_halves_are_as_exact_as_float32_and_so_is_a_likely_tokens_g
 
 
 class Products(TorchDispatchMode):
-    """Counts matrix products and other operations."""
-
     def __init__(self):
         super().__init__()
         self.products = self.others = 0

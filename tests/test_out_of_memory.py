@@ -83,24 +83,6 @@ def test_so_does_the_critics(where, tiny, tmp_path):
         fit(learner, rolled_out())
 
 
-@pytest.mark.slow
-def test_a_run_out_of_memory_ends_with_status_2_and_a_whole_checkpoint(tmp_path, monkeypatch, command, capsys):
-    """Memory runs out in the second step."""
-    cfg = toy_config(tmp_path / "run", "steps=3", "checkpoint.every=1", *ALL, "rollout.prompts_per_step=8", *SHORT)
-    (tmp_path / "test.yaml").write_text(config.dump(cfg))
-    true = train.update
-
-    def second(learner, batch, step, *given):
-        with short_of_memory({0} if step else set(), "backward"):
-            return true(learner, batch, step, *given)
-
-    monkeypatch.setattr(train, "update", second)
-    assert command(train, "--config", tmp_path / "test.yaml") == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: out of memory in an update")
-    path, saved = checkpoint.find(tmp_path / "run" / "checkpoints")
-    assert path.name == "step_000001" and saved["config"]["pack.capacity"] == 1024
-
-
 DRILL = """
 import sys
 sys.path[:0] = ["tests", "tests/math", "."]

@@ -219,28 +219,6 @@ def test_a_plain_prompt_gets_what_the_tokenizer_adds_by_itself(tmp_path):
         data.to_prompts([Problem("few", "q", "1", messages=tuple(SHOTS))], tokenizer, None, 100)
 
 
-@pytest.mark.parametrize(("overrides", "message"), [
-    (["data.prompt=Q:"], r"data.prompt=Q: must be a text with \{question\} and nothing else in braces"),
-    (["data.prompt={question} {x}"], "nothing else in braces; a brace of the text itself is doubled"),
-    (["data.prompt={question} \\boxed{}"], "nothing else in braces"),
-    (["data.prompt={question:{x}}"], "nothing else in braces"),
-    ([r"data.prompt=Q: {question}\nA:"], "must be in double quotes if it has a new line, and after --set in"),
-    (["data.prompt={question}", "data.system_prompt=S"], "data.system_prompt=S must be null with data.prompt"),
-    (["data.prompt={question}", "data.template.x=1"], "data.template=.* must be null with data.prompt"),
-    ([r"data.system_prompt=Think.\nThen answer."], r"data.system_prompt=Think.\\nThen answer. must be in double"),
-    ([r"rollout.stop=['\n\n']"], r"rollout.stop\[0\]=\\n\\n must be in double quotes"),
-    ([r"data.template.x='a\nb'"], r"data.template.x=a\\nb must be in double quotes if it has a new line"),
-    (["data.system_prompt=prompts/sys.txt"], "must be the text itself; to read it from a file, set data.system_prompt"),
-    (["data.columns.questoin=x"], r"unknown key 'data.columns.questoin'. Did you mean 'data.columns.question'\?"),
-    (['rollout.stop=[""]'], "must be texts that are not empty"),
-])
-def test_settings_of_own_data_and_models_that_cannot_be(overrides, message):
-    with pytest.raises(ConfigError, match=message):
-        config.load("cppo_toy.yaml", overrides)
-    with pytest.raises(ConfigError, match="rollout.stop=.* must be null with windows.tokens"):
-        config.load("tppo_toy.yaml", ['rollout.stop=["x"]'])
-
-
 def stopping(folder: Path, *texts: str, slots: int = 3, dtype: torch.dtype = torch.float64) -> TorchEngine:
     tokenizer = data.Tokenizer(folder, stop=texts)
     return TorchEngine(load(folder, dtype), spec(folder, slots, dtype, tokenizer.eos_ids, stops=tokenizer.stops))

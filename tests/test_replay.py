@@ -46,7 +46,6 @@ def run_config(name: str, out: Path, *settings: str) -> config.Config:
 
 @pytest.fixture(scope="module")
 def run_of(tmp_path_factory):
-    """The folder of a finished run."""
     made: dict[str, Path] = {}
 
     def run(name: str) -> Path:

@@ -4,7 +4,6 @@ what a run prints: plain lines in a log file, bars at a terminal.
 
 import errno
 import fcntl
-import io
 import os
 import pty
 import re
@@ -24,7 +23,6 @@ import config
 import train
 from config import ConfigError
 from infra import runfolder
-from infra.terminal import Plain
 
 
 @contextmanager
@@ -135,11 +133,6 @@ def test_a_file_system_that_cannot_lock_is_named(number, tmp_path, monkeypatch):
     said = f"lies where files cannot be locked .{os.strerror(number)}.; set `out` to another file system"
     with pytest.raises(ConfigError, match=said):
         runfolder.RunLog(tmp_path).lock()
-
-
-def test_a_terminal_gets_what_it_cannot_show_written_out():
-    print("é\ud83d\0\x1b", file=Plain(stream := io.StringIO()))
-    assert stream.getvalue() == "é\\ud83d\\x00\\x1b\n"
 
 
 def test_a_setting_that_only_one_of_two_configs_has_is_absent_in_the_other(monkeypatch):

@@ -65,12 +65,9 @@ def gone_on(cfg: config.Config) -> dict[str, torch.Tensor]:
         return weights(train.train(cfg, resume="auto"))
 
 
-CASES = [("cppo", "rollout"), ("cppo", "evaluation"), ("greso", "rollout"), ("tppo", "rollout"), ("depo", "rollout"),
-         ("prompt_history", "rollout")]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "what"), CASES)
+@pytest.mark.parametrize(("name", "what"), [("cppo", "evaluation"), *(
+    (name, "rollout") for name in ("cppo", "greso", "tppo", "depo", "prompt_history"))])
 def test_samples_under_way_are_dropped_and_the_run_that_goes_on_is_the_same(name, what, tmp_path):
     """Bit for bit, and so are its logs: what had been drawn and learned for the step that was cut off is forgotten."""
     base = f"{name}_toy.yaml" if name in ("tppo", "depo", "prompt_history") else "cppo_toy.yaml"
@@ -145,12 +142,10 @@ sys.exit(train.main())
 
 
 @pytest.mark.slow
-def test_a_run_keeps_others_out_a_signal_ends_its_step_and_the_resumed_run_is_the_same(tmp_path):
+def test_a_run_keeps_others_out_and_a_signal_ends_it_behind_its_step(tmp_path):
     """A process of its own, which pauses in its first step: there it holds the folder, and gets the signal."""
-    whole = toy_config(tmp_path / "whole", *SHORT)
-    cut = replace(whole, out=str(tmp_path / "cut"))
+    cut = toy_config(tmp_path / "cut", *SHORT)
     (tmp_path / "cut.yaml").write_text(config.dump(cut))
-    expected = train.train(whole)
     process = subprocess.Popen([sys.executable, "-c", PAUSING, "--config", str(tmp_path / "cut.yaml")], cwd=ROOT,
                                stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1]), process.stderr.read()
@@ -164,11 +159,6 @@ def test_a_run_keeps_others_out_a_signal_ends_its_step_and_the_resumed_run_is_th
     assert (tmp_path / "cut" / "checkpoints" / "latest").read_text() == "step_000001"
     assert without_times(tmp_path / "cut")[-1]["step"] == 1
     assert runfolder.state_of(tmp_path / "cut") == {"state": "stopped"}
-    resumed = train.train(cut, resume="always")
-    one, other = weights(expected), weights(resumed)
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
-    assert runfolder.state_of(tmp_path / "cut") == {"state": "finished"}
 
 
 def test_a_signal_that_is_ignored_stays_so():

@@ -14,8 +14,7 @@ from time import sleep
 
 import pytest
 import torch
-import transformers
-from conftest import PUBLISHED, ROOT, TOY, load, others_slow, steps_of, toy_config, unshared, weights, write_tiny
+from conftest import PUBLISHED, ROOT, TOY, load, others_slow, steps_of, toy_config, weights, write_tiny
 from test_invariance import change
 
 import config
@@ -24,7 +23,6 @@ import train
 from config import ConfigError
 from infra import dist, runfolder
 from learner import learning_rate
-from model import BACKENDS
 from update import split_prompts
 
 # Where short texts prove as much.
@@ -75,8 +73,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "cppo" else pytest.mark.slow)
-                                  for name in RESUMED])
+@pytest.mark.parametrize("name", others_slow(RESUMED, "cppo"))
 def test_a_resumed_run_is_the_same_run_bit_for_bit(name, tmp_path, monkeypatch):
     """4 steps in one go = 3 steps, dead in the middle of the fourth, resumed from the checkpoint after the second."""
     base = {"tppo": "tppo_toy.yaml", "apo": "apo_gsm8k.yaml toy.yaml"}.get(name, "cppo_toy.yaml")
@@ -150,10 +147,7 @@ def test_the_run_folder_tells_what_ran(finished):
     assert json.loads((folder / "env.json").read_text()).keys() >= {"argv", "commit", "diff", "device", "libraries"}
     first, step, last = runfolder.read_log(folder / "metrics.jsonl")
     assert (first["step"], step["step"], last["step"]) == (0, 1, 1)
-    promised = """reward/mean reward/accuracy rollout/tokens train/tokens train/grad_norm prune/kept prune/offered
-        prune/weight_max prune/ess pack/density mismatch/logp_abs_mean time/rollout time/reward time/score time/update
-        time/sync time/step""".split()
-    assert step.keys() >= set(promised) and "eval/few/accuracy" in last
+    assert "eval/few/accuracy" in last
     assert (step["prune/offered"], step["prune/kept"], step["train/lr"]) == (32, 16, 0.0025)
     assert 0 <= step["mismatch/logp_abs_mean"] <= step["mismatch/logp_abs_max"] < 1e-9  # float64
     sample, _ = runfolder.read_log(folder / "samples.jsonl")
@@ -190,19 +184,11 @@ def test_minibatches_split_the_groups_and_differ_by_step():
     assert splits[0] != split_prompts(seed=1, step=0, offered=12, count=4)
 
 
-def test_an_exported_policy_is_the_policy_in_transformers(finished):
+def test_an_exported_policy_is_the_policy_that_was_trained(finished):
     place, policy = finished
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(place / "run" / "hf").eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(place / "run" / "hf")
-    ids = torch.tensor(tokenizer("<|im_start|>user\nHow many apples?<|im_end|>\n")["input_ids"])
-    attend = BACKENDS["sdpa"](unshared([len(ids)]))
-    with torch.no_grad():
-        ours_C = policy(ids, torch.arange(len(ids)), attend, torch.arange(len(ids) - 1), ids[1:], 1.0)
-        theirs_C = theirs(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-    torch.testing.assert_close(ours_C.float(), theirs_C.float(), rtol=0, atol=1e-4)
-    before = load(TOY, torch.float64)  # else an export of what was loaded would pass
-    pairs = zip(before.parameters(), policy.parameters(), strict=True)
-    assert all(not torch.equal(p, dist.gather_full(q)) for p, q in pairs)
+    exported, before = weights(load(place / "run" / "hf")), weights(load(TOY))
+    for name, p in weights(policy).items():
+        assert torch.equal(exported[name], p.float()) and not torch.equal(exported[name], before[name]), name
 
 
 GSM8K = [
@@ -258,11 +244,9 @@ def test_the_published_configs_train_at_toy_size(name, tmp_path):
 
 
 BROKEN = {
-    "unknown setting": (["prune.completions.kep=4"], "unknown key 'prune.completions.kep'. Did you mean"),
     "no such data": (["data.train=nowhere.jsonl", "out={new}"], "data file nowhere.jsonl not found"),
     "prompt too long": (["data.max_prompt_tokens=20", "out={new}"], "prompt toy/"),
     "longer than the model": (["eval.max_new_tokens=9999", "out={new}"], "allow sequences of 10127 tokens, but"),
-    "same run": ([], "already holds a run with this config; continue it with --resume, or"),
     "another run": (["seed=5"], "already holds a run with another config: seed (0 there, 5 now); start this one with"),
     "no folder": (["out={folder}/few.jsonl/run"], "few.jsonl is no folder or not writable; set `out` to a place that"),
     "not a run folder": (["out={folder}"], "exists and is not a run folder; set `out` to a new folder"),
@@ -288,13 +272,9 @@ def test_bad_input_is_one_line_with_the_remedy_and_status_2(case, finished, tmp_
 
 
 @pytest.mark.slow
-def test_resume_refuses_other_settings_and_names_them(tmp_path):
+def test_a_resume_without_a_run_or_a_checkpoint_is_refused_and_auto_begins_again(tmp_path):
     cfg = toy_config(tmp_path / "run", "steps=1", "rollout.prompts_per_step=2", *SHORT)
     train.train(cfg)
-    both = r"other settings: seed \(0 there, 3 now\), rollout.group_size \(8 there, 9 now\)|" \
-           r"other settings: rollout.group_size \(8 there, 9 now\), seed \(0 there, 3 now\)"
-    with pytest.raises(ConfigError, match=both):
-        train.train(change(cfg, "seed=3", "rollout.group_size=9"), resume="always")
     with pytest.raises(ConfigError, match="config.yaml not found, so there is no run to resume"):
         train.train(replace(cfg, out=str(tmp_path / "nowhere")), resume="always")
     shutil.rmtree(tmp_path / "run" / "checkpoints")

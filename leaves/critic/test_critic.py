@@ -7,7 +7,8 @@ import conftest
 import pytest
 import torch
 from conftest import as_rolled, attend_alone, gradients, load, make_groups, nudge, parts_of, toy_config
-from test_invariance import Gradient, assert_same, change, in_other_ways, objective, rolled
+from test_invariance import Gradient, assert_same, change, in_other_ways, objective
+from test_invariance import rolled as rolled  # a fixture
 from test_objectives import critic_of, learner_on
 from test_unbiased import Padded, padded
 
@@ -20,7 +21,6 @@ from leaves.windows.join import Piece
 from metrics import Clock
 from records import PromptDraw, Rolled, Row
 
-__all__ = ["rolled"]
 LENGTHS, PROMPTS = [[3, 9, 5, 2], [4, 1, 7, 8]], [5, 3]
 REWARD_NG = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.5, 0.0]], dtype=torch.float64)
 
@@ -229,7 +229,6 @@ def test_a_critic_learns_from_those_with_a_reward_alone(tiny, tmp_path):
 
 
 def critics_gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> tuple[float, Gradient]:
-    """Of the critic's loss on what is done."""
     learner, total = learner_on(Path(cfg.model.path), cfg), 0.0
     of_critic = critic_of(learner)
     nudge(of_critic.model, 0.1)

@@ -148,24 +148,6 @@ def test_history_filters_by_the_newest_group_and_what_was_never_seen_comes_up():
     assert all((draw.prob == 1) == (share[draw.prompt.id] == 0.5) for draw in again.draws)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("estimate", ["head", "history"])
-def test_a_resumed_estimator_goes_on_bit_for_bit(estimate, tmp_path):
-    share = {prompt.id: i % 5 / 4 for i, prompt in enumerate(prompts_of(12))}
-    history = filtered(estimate=estimate)
-    for _ in range(3):
-        step(history, share)
-    torch.save(history.state(), tmp_path / "state.pt")
-    resumed = filtered(estimate=estimate, seed=0)
-    resumed.restore(torch.load(tmp_path / "state.pt", weights_only=True))
-    for _ in range(5):
-        one, other = step(history, share), step(resumed, share)
-        assert [(t.prompt.id, t.prob) for t in one.draws] == [(t.prompt.id, t.prob) for t in other.draws]
-    found, again = (each.estimates([*range(len(each.prompts))]).nan_to_num(-1) for each in (history, resumed))
-    assert found.equal(again)
-    assert history.steps == resumed.steps == 8
-
-
 def test_completions_that_were_not_graded_teach_nothing():
     history = filtered()
     done = rolled(history, dict.fromkeys([p.id for p in history.prompts], 0.5))

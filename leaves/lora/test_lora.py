@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import conftest
@@ -18,7 +17,6 @@ from test_objectives import learner_on
 import learner
 import train
 from infra import checkpoint, dist
-from infra.export import export
 from infra.weights import load_weights
 from leaves.lora import join as lora
 from leaves.lora.settings import Lora
@@ -53,7 +51,7 @@ def logits_of(model: torch.nn.Module) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", conftest.others_slow(["qwen2", "qwen3-bias", "llama3", "llama-bias"], "qwen2", "llama-bias"))
-def test_logits_and_gradients_are_pefts_and_both_exports_have_them(kind, tmp_path):
+def test_logits_and_gradients_of_an_exported_adapter_are_pefts(kind, tmp_path):
     folder, settings = write_case(tmp_path, kind), Lora(rank=3, alpha=5.0)
     with conftest.Doubled():
         ours = ours_on(folder, settings)
@@ -67,11 +65,6 @@ def test_logits_and_gradients_are_pefts_and_both_exports_have_them(kind, tmp_pat
         weigh_CV = torch.randn(expected_CV.shape, generator=torch.Generator().manual_seed(0)).double()
         (expected_CV * weigh_CV).sum().backward()
         (ours_CV * weigh_CV).sum().backward()
-        ours.shape = replace(ours.shape, dtype=torch.float64)  # not rounded to what the base is stored in
-        export(ours, folder, tmp_path / "hf")
-        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64)
-        with torch.no_grad():
-            torch.testing.assert_close(logits_of(merged), expected_CV, rtol=0, atol=1e-10)
     grads = {name.replace(".default", ""): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
     for name, layer in lora.find_adapters(ours).items():
         for factor in "AB":

@@ -90,22 +90,15 @@ def test_a_completion_is_judged_once_and_by_its_problem(tmp_path):
     assert (tmp_path / "calls").read_text() == "a1a2"
 
 
-def test_helpers_beside_the_file_may_have_the_names_of_our_modules(tmp_path):
+def test_helpers_beside_a_file_may_have_the_names_of_our_modules_and_of_another_files_helpers(tmp_path):
     """And of the file itself: a dataclass looks its module up."""
-    file_of(tmp_path, "WORTH = 0.25", "helper.py")
-    file_of(tmp_path, "WORTH = 0.5", "config.py")
-    path = file_of(tmp_path, "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-                             "import config, helper\n@dataclass\nclass Two:\n    worth: float = config.WORTH\n"
-                             "def reward(text):\n    return Two().worth + helper.WORTH\n", "reward.py")
-    assert parts(own(path), "a")[0]["custom"] == 0.75
-
-
-def test_two_files_may_have_helpers_of_one_name(tmp_path):
-    for folder, worth in (("one", 0.25), ("two", 0.5)):
+    source = ("from __future__ import annotations\nfrom dataclasses import dataclass\nimport config, helper\n@dataclass\n"
+              "class Two:\n    worth: float = config.WORTH\ndef reward(text):\n    return Two().worth + helper.WORTH\n")
+    for folder, worth in (("one", 0.25), ("two", 0.125)):
         (tmp_path / folder).mkdir()
         file_of(tmp_path / folder, f"WORTH = {worth}", "helper.py")
-        path = file_of(tmp_path / folder, "import helper\ndef reward(text):\n    return helper.WORTH\n")
-        assert parts(own(path), "a")[0]["custom"] == worth
+        file_of(tmp_path / folder, "WORTH = 0.5", "config.py")
+        assert parts(own(file_of(tmp_path / folder, source, "reward.py")), "a")[0]["custom"] == 0.5 + worth
 
 
 def test_a_mistake_in_a_helper_is_named_there(tmp_path):
@@ -222,17 +215,15 @@ def test_an_evaluation_tries_the_file_before_it_samples(tmp_path, monkeypatch, c
     assert f"reward.custom_file={path}: it raises KeyError in line 2: 'worth'" in capsys.readouterr().err
 
 
-def test_a_result_is_of_the_rows_that_the_reward_reads_and_of_all_messages(tmp_path):
-    """Another example before a question makes another problem. Without a reward, other columns may change."""
-    def identified(worth: float, reward: Reward | None, example: str = "a") -> dict:
-        messages = ({"role": "system", "content": example}, {"role": "user", "content": "q"})
-        problem = Problem("0", "q", "", row={"worth": worth}, messages=messages)
+def test_a_result_is_of_the_rows_that_the_reward_reads(tmp_path):
+    """Without a reward, other columns may change."""
+    def identified(worth: float, reward: Reward | None) -> dict:
+        problem = Problem("0", "q", "", row={"worth": worth})
         return results.identify_set(evaluation.EvalSet("one", [problem], [Prompt("0", (1,), "")], reward))
 
     reward = own(file_of(tmp_path, "def reward(text):\n    return 0"))
     assert identified(0.5, reward) != identified(0.25, reward) == identified(0.25, reward)
     assert identified(0.5, None) == identified(0.25, None)
-    assert identified(0.5, None)["data"] != identified(0.5, None, "b")["data"]
 
 
 def test_the_time_that_loading_takes_is_not_taken_from_the_first_call_of_a_process(tmp_path):

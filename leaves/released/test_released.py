@@ -7,7 +7,6 @@ import pytest
 import yaml
 
 import config
-import train
 from config import ConfigError
 
 TEXT = "Think first.\nThen write \\boxed{{ANSWER}} (without quotes). "  # its last blank is part of it
@@ -52,15 +51,3 @@ def test_another_text_or_none_is_an_error_that_names_the_setting(section, messag
     section = {key: release / value if key == "file" else value for key, value in section.items()}
     with pytest.raises(ConfigError, match=message):
         config.load("cppo_toy.yaml", [f"{SETTING}.{key}={value}" for key, value in section.items()])
-
-
-def test_a_run_sees_the_prompt_and_goes_on_without_the_release(command, release):
-    settings = [f"{SETTING}.file={release}/recipe.py", f"{SETTING}.field=SYSTEM", "steps=1", "data.eval=null",
-                f"out={release}/run", "rollout.prompts_per_step=2"]
-    words = [word for setting in settings for word in ("--set", setting)]
-    assert command(train, "--config", "cppo_toy.yaml", *words) in (0, None)
-    (release / "recipe.py").unlink()
-    again = ["--config", release / "run" / "config.yaml", "--resume", "--set", "steps=2"]
-    assert command(train, *again) in (0, None)
-    lines = (release / "run" / "samples.jsonl").read_text().splitlines()
-    assert {TEXT in json.loads(line)["prompt"] for line in lines} == {True} and len(lines) >= 2

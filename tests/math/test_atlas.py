@@ -70,7 +70,6 @@ def test_the_target_is_the_gradient_of_the_mean_reward():
 @pytest.mark.parametrize("kind", others_slow(
     ["bernoulli", "pps", "pps of the step", "pps of the step by surprise"], "pps"))
 def test_an_unbiased_pruner_keeps_the_bias_of_what_it_prunes(kind):
-    """It keeps the mean, at every advantage."""
     for name in ("group_norm", "decoupled", "reward"):
         full, pruned = (measure(Row("", Estimator(name, "sequence", completions=which))) for which in ("none", kind))
         assert full["bias"] > 0.1
@@ -104,7 +103,6 @@ def sample_ids(problem: Problem, behind: str, prompt_SN: Tensor, size: int, gene
 
 @cache
 def sample_steps(problem: Problem, behind: str, prompts: str, count: int) -> Steps:
-    """Sample steps under a rule for their prompts."""
     generator, Q = torch.Generator().manual_seed(len(prompts) + count), len(problem.logp_QKL)
     prompt_SN = torch.arange(Q).expand(count, Q)
     ones_SN = torch.ones(count, Q, dtype=torch.float64)
@@ -221,8 +219,6 @@ def check(row: Row, steps_sampled: int, steps_drawn: int) -> None:
 
 
 class Member(NamedTuple):
-    """A completion."""
-
     reward: float
     there: bool
     prob: float       # of going on

@@ -13,13 +13,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import TOY, as_batch, load, logp_alone, make_groups, nudge, others_slow, parts_of, toy_config, weights
+from conftest import TOY, as_batch, load, make_groups, nudge, others_slow, parts_of, toy_config, weights
 from test_objectives import OBJECTIVES as TEXTBOOK
 from test_objectives import gradient_of, learner_on, windowed
 
 import config
 import data
-import model as decoder
 import train
 from advantage import group_norm
 from infra import checks, dist, runfolder
@@ -124,22 +123,6 @@ def test_compiled_passes_have_the_same_gradient(how, rolled, tiny, tmp_path):
     cfg = objective("dapo", tmp_path / "run", f"model.path={tiny}", "pack.capacity=176", how)
     fused = change(cfg, "model.compile=true")
     assert_same(gradient(cfg, *rolled), gradient(fused, *rolled), rtol=1e-10)
-
-
-def add_papers_gradient(policy: decoder.Decoder, groups: list, adv_NG: torch.Tensor, keep: int) -> None:
-    """GRPO (keep 8 of 8) and CPPO (eq. 8-10), written out sample by sample, away from ratio 1:
-    1/N sum_q 1/k sum_i 1/|o_i| sum_t -min(r A, clamp(r) A) + beta k3, r against the policy before the update."""
-    initial = load(TOY, torch.float64).requires_grad_(False)
-    for n, group in enumerate(groups):
-        for g in adv_NG[n].abs().argsort(descending=True, stable=True)[:keep].tolist():
-            now, old = (logp_alone(model, group, group.samples[g]) for model in (policy, initial))
-            ratio, A = (now - old).exp(), adv_NG[n, g]
-            surrogate = torch.minimum(ratio * A, ratio.clamp(0.8, 1.28) * A)
-            drift = (old - now).exp() - (old - now) - 1
-            ((-surrogate + 0.1 * drift).mean() / keep / len(groups)).backward()
-
-
-PAPERS = ["loss.kl=0.1", "loss.trust.high=0.28"]
 
 
 def test_a_token_of_one_completion_changes_nothing_in_another(tiny, tmp_path):

@@ -13,11 +13,9 @@ from outcomes import EXACT, Outcomes, Step, distance, mean_of, outcomes
 from torch import Tensor
 
 import collect
-import config
 import update
 from advantage import group_norm
 from collect import Selection, choose
-from config import ConfigError
 from infra import runfolder
 from prune import COMPLETIONS, Candidates, CutWeights, cut_weights, keep_all, keep_largest, prefix_prob
 from records import Batch, Pruned
@@ -27,7 +25,6 @@ from train import train
 LENGTHS = [[3, 1, 4], [2, 5, 1]]
 REWARD_NG = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 1.5]], dtype=torch.float64)
 ADV_NG = group_norm(REWARD_NG, 1, 1e-4)
-CANDIDATES = Candidates(ADV_NG, make_groups(LENGTHS, [2, 3]), "sequence", False, 0)
 WHOLE, LEAST = 0.3, 2
 
 
@@ -91,7 +88,8 @@ def test_over_all_cuts_and_all_draws_the_mean_is_the_full_gradient(draw, setting
     """The denominators are those of whole completions. Losses of single tokens differ, there in a mini-batch."""
     step = Short(tiny, tmp_path / "run", f"prune.completions={asdict(draw)}", *settings)
     places = [0] if len(settings) > 1 else [0, 1]
-    assert bias(step, outcomes(CANDIDATES, draw), monkeypatch, places) < EXACT
+    candidates = Candidates(ADV_NG, make_groups(LENGTHS, [2, 3]), "sequence", False, 0)
+    assert bias(step, outcomes(candidates, draw), monkeypatch, places) < EXACT
 
 
 @pytest.mark.parametrize("normalize", ["sequence", "token"])
@@ -151,19 +149,6 @@ def test_what_the_seed_draws_has_these_probabilities_whoever_is_kept(tmp_path):
     estimate = torch.stack(estimates)
     z = (estimate.mean() - (value_NG * torch.tensor([[6.0], [3.0]])).sum()) / (estimate.std() / 500 ** 0.5)
     assert abs(z) < 4
-
-
-@pytest.mark.parametrize(("settings", "why"), [
-    (["loss.trust.kind=clip_sequence"], "none with loss.trust.kind=clip_sequence: its ratio is over all tokens"),
-    (["advantage.kind=gae", "critic.lr=1e-4"], "none with advantage.kind=gae: a critic's advantages need all tokens"),
-    (["loss.mask_ratio=2"], "none with loss.mask_ratio=2.0: its mean ratio is over all tokens"),
-    (["advantage={kind: soft_value, residual: 1e-3}", "loss.normalize=sum", "loss.trust.kind=none"],
-     "none with advantage.residual=0.001: its log-ratio is over all tokens"),
-    (["rollout.until=full", "pack.budget=4096"], "none with rollout.until=full: pack.budget counts whole completions"),
-])
-def test_what_needs_whole_completions_is_an_error(settings, why):
-    with pytest.raises(ConfigError, match=f"prune.tokens.kind=prefix must be {why}"):
-        config.load(["nat_gsm8k.yaml", "toy.yaml"], settings)
 
 
 def test_a_run_trains_on_the_tokens_that_its_decisions_name(tmp_path):

@@ -13,7 +13,7 @@ from config import Pack
 from infra import dist
 from loss import RowLoss
 from metrics import PassSums
-from pack import Minibatch, Plan, best_fit, build_row, cut_rows, deal_rows, layout, pack, row_cost, within_window
+from pack import Minibatch, best_fit, build_row, cut_rows, deal_rows, layout, pack, row_cost, within_window
 from records import PreparedRow
 
 
@@ -194,10 +194,6 @@ def test_a_prompt_is_in_a_row_once_and_a_group_is_split_only_where_it_is_longer(
     assert split > 80 and together > 80
 
 
-def packed_rows(minibatch: Minibatch, settings: Pack, ranks: int) -> list[Plan]:
-    return [plan for mine in pack(minibatch, settings, ranks, quadratic=0.01) for plan in mine]
-
-
 @pytest.mark.parametrize("window", [None, 3])
 def test_rows_are_of_the_smallest_capacity_that_keeps_the_rounds(window):
     """Against all capacities. At an anomaly of best fit the search may stop at another that keeps the rounds too."""
@@ -210,7 +206,7 @@ def test_rows_are_of_the_smallest_capacity_that_keeps_the_rounds(window):
         count = {size: len(cut_rows(groups, size, window)) for size in range(least, capacity + 1)}
         rounds = -(-count[capacity] // ranks)
         keeps = [size for size in count if count[size] <= rounds * ranks]
-        plans = packed_rows(minibatch, Pack(capacity, window), ranks)
+        plans = sum(pack(minibatch, Pack(capacity, window), ranks, quadratic=0.01), [])
         rows = sorted(plan.members for plan in plans if plan.counts)
         assert len(plans) == rounds * ranks and len(rows) <= len(plans)
         if keeps == list(range(keeps[0], capacity + 1)):

@@ -102,7 +102,6 @@ def spelled(tree: Tree, rng: random.Random) -> str:
 
 
 def changed(tree: Tree, rng: random.Random) -> Tree:
-    """Change one thing in a tree."""
     kind, *rest = tree
     inner = [i for i, part in enumerate(rest) if isinstance(part, tuple)]
     if inner and rng.random() < 0.7:

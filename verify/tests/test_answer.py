@@ -177,6 +177,7 @@ complex symbols: (1+i)x | (1-i)x | (1+i)y
 swapped names: (1,2) | (y,x)=(1,2)
 long products: 2 | 2abcd | 2 abc
 division: 0 | \frac{1}{0}
+arguments: \ln 6 | \ln 2 \cdot 3
 code: 0 | __import__('os').getpid()
 """
 
