@@ -226,6 +226,14 @@ def test_the_newest_is_found_without_a_pointer_and_among_files_that_others_leave
     assert checkpoint.original_model(model) == model
 
 
+def test_a_folder_of_a_run_that_is_no_model_names_those_of_the_run(role, tmp_path):
+    assert checkpoint.read_extra(tmp_path / "elsewhere") == {}
+    saved(tmp_path / "checkpoints", role, 1)
+    for path in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints" / "step_000009"):
+        with pytest.raises(ConfigError, match=r"of that run there are: [^,]*/checkpoints/step_000001$"):
+            checkpoint.read_extra(path)
+
+
 @pytest.mark.parametrize("target", [(checkpoint.os, "replace"), (checkpoint, "format_list")], ids=["pointer", "list"])
 def test_a_run_that_dies_while_it_publishes_goes_on_and_saves_again(target, role, tmp_path, monkeypatch):
     """`latest` is replaced last but for the removal of old checkpoints, which are there until then."""
