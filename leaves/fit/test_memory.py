@@ -94,7 +94,7 @@ def test_fewer_slots_are_said_with_the_memory_that_is_short():
 
 @pytest.mark.parametrize(("name", "settings", "size", "gib", "ranks", "sleep"), [
     ("cppo_gsm8k", [], "1.5B", 79, 8, "never"), ("cppo_gsm8k", [], "1.5B", 22, 8, "always"),
-    ("cppo_math", [], "7B", 79, 8, "always"), ("cppo_math_lora", [], "7B", 79, 8, "never"),
+    ("cppo_math", ["rollout.tensor_parallel=1"], "7B", 79, 8, "always"), ("cppo_math_lora", [], "7B", 79, 8, "never"),
     ("dapo_math", [], "32B", 79, 16, "always"), ("cppo_gsm8k", ["rollout.engine=torch"], "1.5B", 79, 8, "always"),
     ("cppo_gsm8k", ["rollout.engine=vllm", "rollout.sleep=never"], "1.5B", 24, 8, "never"),
     ("cppo_gsm8k", ["rollout.engine=vllm", "rollout.sleep=always"], "1.5B", 79, 8, "always"),
