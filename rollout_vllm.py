@@ -24,7 +24,7 @@ PREFILL_TOKENS = 8192      # prompt tokens that it computes at once, on every ca
 # FlashInfer's kernels, which nvcc would compile when they are first called, and torch's symmetric memory. So
 # NCCL adds up what the ranks of an engine hold; draws need no kernel of FlashInfer's.
 SWITCHED_OFF = ("VLLM_USE_FLASHINFER_SAMPLER", "VLLM_ALLREDUCE_USE_FLASHINFER",
-                  "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC", "VLLM_ALLREDUCE_USE_SYMM_MEM")
+                "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC", "VLLM_ALLREDUCE_USE_SYMM_MEM")
 
 
 class VLLMEngine:

@@ -36,7 +36,7 @@ class Part:
     title: str
     seconds: int           # after which it is stopped, for each shape; vLLM compiles for minutes at first
     passed: str            # what it means that it passed
-    else_set: str          # what to set where it has not
+    otherwise: str         # what to do where it failed
     by_shape: bool = True
     needs: str = ""        # a package without which it is skipped
     ranks: int = 1         # each on a GPU of its own
@@ -47,36 +47,36 @@ class Part:
 SECONDS = 575  # of all parts together; what is left then is not reached
 CPU_FACTOR = 5  # there all limits are longer
 CHECK = "`train.py --check` on the toy in bfloat16"
-NO_VLLM = "rollout.engine=torch, and send what VLLM_LOGGING_LEVEL=INFO prints"
-ALONE = "rollout.tensor_parallel=1"
+NO_VLLM = "set rollout.engine=torch, and send what VLLM_LOGGING_LEVEL=INFO prints"
+ALONE = "set rollout.tensor_parallel=1"
 # What is likeliest to fail, and decides most, comes first.
 PARTS = {
-    "machine": Part("", 60, "torch computes on the device", "device=cpu, or mend the driver", by_shape=False),
+    "machine": Part("", 60, "torch computes on the device", "mend the driver; or device=cpu", by_shape=False),
     "kernels": Part("Kernels on a row in bfloat16, forward and backward: error relative to float32", 40,
-                    "attention and log-probs are right", "model.attention=sdpa"),
+                    "attention and log-probs are right", "set model.attention=sdpa"),
     "vllm_check": Part(f"{CHECK}, vLLM", 240, "vLLM starts beside the trainer, takes its weights and agrees",
                        NO_VLLM, by_shape=False, needs="vllm"),
     "vllm_rollout": Part("vLLM's sleep and sync, and milliseconds a token by sequences", 240,
-                         "the seconds of a sync are known; above a tenth of a step's they matter",
-                         f"rollout.sleep=never, or {NO_VLLM}", needs="vllm", shapes=("1.5B", "7B")),
+                         "its table has the seconds of a sync",
+                         f"set rollout.sleep=never, or {NO_VLLM}", needs="vllm", shapes=("1.5B", "7B")),
     "check": Part(f"{CHECK}, embedded engine", 60, "a run without vLLM is right",
-                  "device=cpu shows whether it is the GPU", by_shape=False),
-    "tests": Part("`pytest -m gpu`", 150, "so is a step: mixed precision, offload, checkpoint and export",
-                  "what its first failure names", by_shape=False, needs="pytest"),
+                  "set device=cpu, which shows whether it is the GPU", by_shape=False),
+    "tests": Part("`pytest -m gpu`", 150, "a step, offload, a checkpoint and an export are right",
+                  "do what its first failure names", by_shape=False, needs="pytest"),
     "vllm_step": Part("A whole step, seconds by phase, vLLM; MFU is that of the update", 240,
-                      "where a step spends its seconds", "rollout.sleep=always, or fewer rollout.slots",
+                      "its table has the seconds of a step", "set rollout.sleep=always, or fewer slots",
                       needs="vllm", shapes=("1.5B",)),
-    "vllm_ranks": Part(f"{CHECK}, vLLM on 2 ranks", 240, "so do ranks with an engine each", NO_VLLM,
+    "vllm_ranks": Part(f"{CHECK}, vLLM on 2 ranks", 240, "ranks with an engine each agree", NO_VLLM,
                        by_shape=False, needs="vllm", ranks=2),
     "vllm_tensor_parallel": Part(f"{CHECK}, one engine of vLLM's over 2 ranks", 240,
-                                 "so do ranks that hold one together", ALONE, by_shape=False,
+                                 "ranks that hold one engine together agree", ALONE, by_shape=False,
                                  needs="vllm", ranks=2),
     "updates": Part("Updates on groups of 16 completions, AdamW included; GiB counted are preflight's", 130,
-                    "what `auto` counts is what an update takes", "pack.capacity, lower"),
+                    "its table has what updates take", "lower pack.capacity"),
     "step": Part("A whole step, seconds by phase, embedded engine; MFU is that of the update", 90,
-                 "where a step without vLLM spends its seconds", "pack.capacity, lower"),
+                 "its table has the seconds of a step", "lower pack.capacity"),
     "rollout": Part("Tokens sampled by the embedded engine, and its sync after a sleep", 50,
-                    "how much vLLM gains", "rollout.slots, lower"),
+                    "its table has the tokens a second", "lower rollout.slots"),
     "vllm_custom_all_reduce": Part(f"{CHECK}, the same with vLLM's own all-reduce, which a run leaves out",
                                    240, "how it ended is under its table; `well`: runs can take it", ALONE,
                                    by_shape=False, needs="vllm", ranks=2, may_end=True),
@@ -168,7 +168,7 @@ def verdicts(rows: list[dict], asked: list[str]) -> str:
         ended = [row for row in rows if row["part"] == name]
         state, means = "passed", PARTS[name].passed
         if any("failed" in row for row in ended):
-            state, means = "FAILED", f"set {PARTS[name].else_set}"
+            state, means = "FAILED", PARTS[name].otherwise
         elif not any(row.keys() - {"part", "shape", "way", *REASONS} for row in ended):
             state, means = "not reached", next((row["skipped"] for row in ended), "")
         lines.append({"part": name, "": state, "means": means})

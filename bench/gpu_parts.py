@@ -120,8 +120,7 @@ class Bench:
             f"model.path={self.folder}", "model.dtype=bfloat16", f"pack.capacity={size.capacity}",
             f"data.max_prompt_tokens={size.prompt}", f"rollout.max_new_tokens={planned}",
             "eval.max_new_tokens=8", "rollout.engine=torch", "loss.kl=0", "update.epochs=1",
-            "update.redraw=false",
-            "optim.warmup_steps=0", *changes])
+            "update.redraw=false", "optim.warmup_steps=0", *changes])
         here = fit.try_on(cfg, read_shape(self.folder), hardware.Machine.here(self.device))
         print("".join(f"  {line}\n" for line in here.remarks), end="", flush=True)
         return here.cfg

@@ -29,7 +29,7 @@ static void tell(const char* what, const std::string& more) {
 
 // ---- memory: fresh bytes are 0xff, which makes every float NaN, so what is read before it is written shows
 
-static std::atomic<int64_t> in_use{0}, most{0};
+static std::atomic<int64_t> in_use{0};
 constexpr size_t before = 64;  // bytes ahead of a block, which begin with its size
 
 static void give_back(void* block) {
@@ -46,8 +46,7 @@ struct Memory final : c10::Allocator {
     TORCH_CHECK(start, "the host's memory is full");
     *reinterpret_cast<size_t*>(start) = bytes;
     std::memset(start + before, 0xff, bytes);
-    int64_t now = in_use += bytes, seen = most;
-    while (now > seen && !most.compare_exchange_weak(seen, now)) {}
+    in_use += bytes;
     return {start + before, start + before, &give_back, {ours, 0}};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &give_back; }
@@ -218,6 +217,4 @@ void device_open(Listener given) {
   listener = given;
 }
 int64_t device_bytes() { return in_use; }
-int64_t device_most() { return most; }
-void device_forget_most() { most = in_use.load(); }
 }

@@ -5,7 +5,7 @@
 
 Our files are read with this device's name in place of cuda. It refuses what a GPU refuses: tensors of both sides in one
 op, and other numbers than halves where a kernel takes those. Fresh memory is NaN. At its end the first rank prints as
-JSON how often the host waited or copied, and the dtypes of products, by lines of ours, and the most bytes in use.
+JSON how often the host waited or copied, and the dtypes of products, by lines of ours.
 """
 
 import contextlib
@@ -79,7 +79,7 @@ def in_the_device():
     unheard = before
 
 
-def open_device() -> ctypes.CDLL:
+def open_device() -> None:
     library = ctypes.CDLL(str(build()))
     torch.utils.rename_privateuse1_backend(NAME)
     module = MagicMock()  # streams, events and all else that a device has: everything is done at once
@@ -93,12 +93,11 @@ def open_device() -> ctypes.CDLL:
     module.get_rng_state = lambda *device: torch.get_rng_state()
     torch._register_device_module(NAME, module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    library.device_bytes.restype = library.device_most.restype = ctypes.c_int64
+    library.device_bytes.restype = ctypes.c_int64
     library.device_open(listen)
     for name, kernel in KERNELS.items():
         LIBRARY.impl(name, kernel, "PrivateUse1")
     td.Backend.register_backend("both", Both, devices=["cpu", NAME])
-    return library
 
 
 # ---- kernels that the host lacks
@@ -265,7 +264,7 @@ def main() -> int:
     while words[0] == "--swap":
         Renamed.swapped[ROOT / words[1]] = words[2], words[3]
         words = words[4:]
-    library = open_device()
+    open_device()
     sys.path_hooks.insert(0, find_ours)
     sys.path_importer_cache.clear()
     sys.path.insert(0, str(ROOT))
@@ -275,7 +274,7 @@ def main() -> int:
     finally:
         if os.environ.get("RANK", "0") == "0":
             seen = [[*key, count] for key, count in SEEN.most_common()]
-            print(json.dumps({"seen": seen, "most": library.device_most()}))
+            print(json.dumps(seen))
 
 
 if __name__ == "__main__":

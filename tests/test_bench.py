@@ -153,7 +153,7 @@ def test_the_bench_goes_on_past_a_part_that_fails_and_ends_in_time(commands, tmp
     assert "- absent 0.5B: no_such_package is not installed\n" in printed and "NO CUDA" not in printed
     verdicts = [line.strip("| ").split(" | ") for line in printed.splitlines() if line.startswith("| ")][2:5]
     assert [[cell.strip() for cell in line] for line in verdicts] == [
-        ["updates", "FAILED", "set pack.capacity, lower"], ["step", "passed", gpu.PARTS["step"].passed],
+        ["updates", "FAILED", "lower pack.capacity"], ["step", "passed", gpu.PARTS["step"].passed],
         ["absent", "not reached", "no_such_package is not installed"]]
     monkeypatch.setattr(gpu, "SECONDS", 5.01)
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--parts", "step"])

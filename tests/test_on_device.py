@@ -31,7 +31,7 @@ RUNS = {
     "flight_toy": ["steps=2"],
     "cppo_toy": ["optim.offload=true", "model.checkpoint_blocks=all"],
 }
-# Of the run below: a token sampled waits twice, an update three times, the sums of a step twice.
+# Of the run below, its checks and evaluations too: a token sampled waits twice, an update twice, sums once.
 WAITS = {"rollout.py generate": 87, "rollout.py decode": 82, "rollout.py <genexpr>": 20, "rollout.py admit": 5,
          "rollout.py compute": 5, "rollout.py shrink": 4, "infra/dist.py sum_over_ranks": 5,
          "learner.py optimizer_step": 2, "metrics.py metrics": 1, "infra/export.py save_weights": 50}
@@ -65,7 +65,7 @@ def train(out: Path, name: str, *settings: str, swap: tuple[str, ...] = (), resu
 def seen(done: subprocess.CompletedProcess) -> list[tuple]:
     """What the host waited for, and the products, of a run that ended well."""
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])["seen"]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def in_float32(what: list[tuple]) -> set[str]:
