@@ -1,7 +1,6 @@
 """Run folders -> one page to watch and compare runs by: report.html, which needs no network and no server.
 
     python report.py RUN_DIR... [--out DIR] [--level PERCENT]
-    python report.py RUN_DIR --card    # its model card
 
 Runs that differ in `seed`, `out`, `log` and `checkpoint` only are one row. Methods differ in cost, so scores
 are compared at equal numbers of steps, of generated tokens, of trained tokens and of seconds (without
@@ -29,7 +28,6 @@ from config import ConfigError
 from infra.figures import align
 from infra.lines import is_evaluation, replace
 from infra.signals import exit_status
-from leaves.page.card import write_card
 from leaves.page.charts import draw_sections
 from leaves.page.runs import LoggedRun, group_runs, read_run
 from leaves.page.samples import choose_answers, choose_completions
@@ -106,11 +104,6 @@ def main() -> int:
 def make_report(args: argparse.Namespace) -> None:
     """Run the command line."""
     paths = [path for text in args.runs for path in matching(text, "RUN_DIR")]
-    if args.card:
-        if len(paths) > 1:
-            raise ConfigError("--card describes one run; name one RUN_DIR")
-        print(write_card(paths[0]))
-        return
     # runs/* names the last page and other files too. A path that is not there is an error.
     runs = [path for path in paths if (path / "config.yaml").is_file() or not path.exists()] or paths
     for path in paths:

@@ -25,7 +25,6 @@ def of_report(text: str | None) -> argparse.Namespace:
     add("--out", type=user_path, help="a folder; the run's own for one run, else runs/report")
     add("--level", type=float, metavar="PERCENT",
         help="the accuracy to be reached; the reward where no set has an accuracy")
-    add("--card", action="store_true", help="write the card of the run's model instead")
     return parser.parse_args()
 
 

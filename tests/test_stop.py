@@ -67,10 +67,10 @@ def gone_on(cfg: config.Config) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "what"), [("cppo", "evaluation"), *(
-    (name, "rollout") for name in ("cppo", "greso", "tppo", "depo", "prompt_history"))])
+    (name, "rollout") for name in ("cppo", "greso", "tppo", "depo"))])
 def test_samples_under_way_are_dropped_and_the_run_that_goes_on_is_the_same(name, what, tmp_path):
     """Bit for bit, and so are its logs: what had been drawn and learned for the step that was cut off is forgotten."""
-    base = f"{name}_toy.yaml" if name in ("tppo", "depo", "prompt_history") else "cppo_toy.yaml"
+    base = f"{name}_toy.yaml" if name in ("tppo", "depo") else "cppo_toy.yaml"
     more = RESUMED.get(name, ["data.limit=12", "prune.prompts.warmup_steps=1"])
     steps = 3 if name == "cppo" else 4
     cfg = toy_config(tmp_path / "whole", f"steps={steps}", "eval.every=1", *SHORT, *more, name=base)

@@ -1,11 +1,10 @@
 """Roll out only prompts of an estimated difficulty within a band, and draw others in their place: DEPO
 (arXiv:2602.06375).
 
-By `estimate: head`, a small network that learns beside the policy guesses how often a prompt would be
-answered right. Losses, band, warm-up and refilling follow the release (recipe/depo); its text encoder, a
-DistilBERT, is replaced by the mean of the policy's initial input embeddings over the prompt, which costs no
-forward pass, and its head by one hidden layer. `estimate: history`, a baseline that the paper does not have,
-takes the share of right answers in the prompt's own newest group.
+A small network that learns beside the policy guesses how often a prompt would be answered right. Losses,
+band, warm-up and refilling follow the release (recipe/depo); its text encoder, a DistilBERT, is replaced by
+the mean of the policy's initial input embeddings over the prompt, which costs no forward pass, and its head
+by one hidden layer.
 
 Biased: weights stay 1. Only prompts that are rolled out are measured, so the estimator learns from its own
 selection, and a prompt outside the band may never come back. The release accepts that (explore 0).
@@ -88,13 +87,10 @@ class FilteredHistory(PromptHistory):
         vars(self).update(vars(history))
         self.steps = 0    # done
         self.outside = 0  # prompts in a row that were outside the band
-        self.newest: dict[int, float] = {}  # estimate: history; share of right answers in the newest group
-        self.trained = {}
-        if self.pruning.estimate == "head":
-            self.feature_KD = mean_embeddings(source, self.prompts)
-            self.head = make_head(self.feature_KD.shape[1], self.seed)
-            self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=self.pruning.lr)
-            self.trained = {"head": self.head, "optimizer": self.optimizer}
+        self.feature_KD = mean_embeddings(source, self.prompts)
+        self.head = make_head(self.feature_KD.shape[1], self.seed)
+        self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=self.pruning.lr)
+        self.trained = {"head": self.head, "optimizer": self.optimizer}
 
     def draw(self, count: int) -> list[PromptDraw]:
         """Draw until `count` prompts are kept.
@@ -118,32 +114,26 @@ class FilteredHistory(PromptHistory):
             return everyone
         # All ranks take rank 0's estimates: machines round differently, and all must keep the same prompts.
         estimate_K = dist.on_first(self.estimates, numbers)
-        outside_K = (estimate_K < self.pruning.low) | (estimate_K > self.pruning.high)  # nan counts as inside
+        outside_K = (estimate_K < self.pruning.low) | (estimate_K > self.pruning.high)
         for outside in outside_K.tolist():
             self.outside = self.outside + 1 if outside else 0
         return everyone.masked_fill(outside_K, self.pruning.explore)
 
     @torch.no_grad()
     def estimates(self, numbers: list[int]) -> Tensor:
-        """Estimate how often each prompt would be answered right, [K]; nan if nothing is known."""
-        if self.pruning.estimate == "history":
-            shares = [self.newest.get(k, torch.nan) for k in numbers]
-            return torch.tensor(shares, dtype=torch.float64)
+        """Estimate how often each prompt would be answered right, [K]."""
         return self.logits(numbers)[:, 0].sigmoid()
 
     def logits(self, numbers: list[int]) -> Tensor:
         return self.head(self.feature_KD[numbers].double())
 
     def adapt(self, rolled: Rolled) -> None:
-        """Take the estimator's one step of this step, on the prompts that were rolled out and graded, or
-        remember their shares of right answers."""
+        """Take the estimator's one step of this step, on the prompts that were rolled out and graded."""
         self.steps += 1
         kept, right_N = rolled.kept, rolled.rewards.components["accuracy"].nanmean(dim=1)
         graded = (~right_N.isnan()).nonzero()[:, 0].tolist()
         numbers, right_M = [kept[n].number for n in graded], right_N[graded]
-        if self.pruning.estimate == "history":
-            self.newest |= zip(numbers, right_M.tolist(), strict=True)
-        elif numbers:
+        if numbers:
             confidences = [[sum(sample.logp) / sample.own for sample in rolled.groups[n].samples]
                            for n in graded]
             confidence_M = torch.tensor(confidences, dtype=torch.float64).mean(dim=1).exp()
@@ -154,11 +144,10 @@ class FilteredHistory(PromptHistory):
 
     def state(self) -> dict:
         own = {name: part.state_dict() for name, part in self.trained.items()}
-        return super().state() | deepcopy({"steps": self.steps, "newest": self.newest} | own)
+        return super().state() | deepcopy({"steps": self.steps} | own)
 
     def restore(self, state: dict) -> None:
         super().restore(state)
         self.steps = state["steps"]
-        self.newest = state["newest"]
         for name, part in self.trained.items():
             part.load_state_dict(state[name])

@@ -1,7 +1,7 @@
 """Settings of DEPO: prune.prompts.kind=depo."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 from settings.kinds import Draw
 from settings.loader import CountOrZero, Positive, ZeroToOne, kind
@@ -12,8 +12,6 @@ from settings.rules import Rule
 class Depo(Draw):
     """DEPO (arXiv:2602.06375): roll out prompts that are estimated neither too hard nor too easy. Biased."""
     refills = True
-    # by a small network on the prompt's embeddings, or the share of right answers in its newest group
-    estimate: Literal["head", "history"] = "head"
     low: ZeroToOne = 0.15          # of the share of right answers that is estimated, from here ...
     high: ZeroToOne = 0.85         # ... up to here a prompt is rolled out
     warmup_steps: CountOrZero = 100  # first steps: every prompt is rolled out
@@ -23,7 +21,6 @@ class Depo(Draw):
 
 CHOICES = {"prune.prompts=depo": Depo}
 HOOKS = ("parts",)
-ONLY_WITH = {"prune.prompts.estimate=head": ["prune.prompts.lr"]}
 
 
 def rules(cfg: Any) -> Iterator[Rule]:
