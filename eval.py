@@ -1,16 +1,13 @@
-"""Evaluate a model: load, sample, grade, summarise, print. Compare results, and grade them again.
+"""Evaluate a model: load, sample, grade, summarise, print.
 
     python eval.py --model DIR_or_name --data NAME_or_file[,...] [--data-dir DIR] [--out results.json]
     python eval.py --model DIR_or_name --config eval/dapo.yaml  # as a paper does it: configs/eval/
     python eval.py --model RUN/hf --config RUN/config.yaml      # as the run itself does it; or a checkpoint
-    python eval.py --model DIR [DIR ...] --suite competitions   # frozen: a line to cite, a paired table
-    python eval.py --rescore results.json                       # grade the same responses again
-    python eval.py --compare a.json b.json                      # paired: difference, interval and p
 
 --set changes settings as in training: eval.n, eval.temperature, eval.max_new_tokens, rollout.slots, ...
 train.py calls the same functions. With --out the responses are kept as they come, and an interrupted
-evaluation continues from them. Files of results are in infra/results.py; leaves/cite/ has suites, --rescore
-and --compare. `make eval.pyz` puts all that this needs into one file.
+evaluation continues from them. Files of results are in infra/results.py. `make eval.pyz` puts all that this
+needs into one file.
 """
 
 from infra import terminal
@@ -228,11 +225,10 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, star
     cfg = config.with_value(cfg, "rollout.engine", engine_name)
     sampling = Sampling(cfg.eval.max_new_tokens, cfg.eval.n, cfg.eval.temperature, cfg.eval.top_p, args.seed)
     head = store = None
-    if out or args.suite:
+    if out:
         from infra import results
 
         head = dist.on_first(results.describe_result, cfg, sampling, spec, tokenizer, sets)
-    if out:
         if finished := results.read_finished(out, head, args.k):
             return finished
         store = results.Store(out, head, ROUNDS_BETWEEN_WRITES * cfg.rollout.slots * dist.world_size())
@@ -252,10 +248,6 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, star
 
 def evaluate_models(args: argparse.Namespace) -> None:
     """Evaluate every model of the command line and print its table."""
-    if args.suite:
-        from leaves.cite import suites
-
-        args.config = [suites.config_of(args)]
     args.config = args.config or ["eval/default.yaml"]
     cfg = config.load(args.config, args.set)
     for key, value in {"data.eval": args.data, "data.dir": args.data_dir}.items():
@@ -271,37 +263,15 @@ def evaluate_models(args: argparse.Namespace) -> None:
         from infra.results import place_results
 
         outs = place_results(models, args.out)
-    evaluated, started = {}, []
+    started = []
     for model, out in zip(map(str, models), outs, strict=True):
         result = evaluate_model(config.with_value(cfg, "model.path", model), args, out, started)
         if dist.rank() == 0:
-            print_result(result, *[model] * (len(models) > 1))
-            evaluated[model] = result
-    if args.suite and dist.rank() == 0:
-        print(*suites.suite_lines(args.suite, evaluated), sep="\n")
-
-
-def print_result(result: dict, *above: str) -> None:
-    """Print the table of a result."""
-    print(*above, results_table(result["results"]), sep="\n", flush=True)
-
-
-def evaluate_or_compare(args: argparse.Namespace) -> None:
-    """Run the command line."""
-    if args.compare:
-        from leaves.cite.compare import compare_files
-
-        print(compare_files(args.compare))
-    elif args.rescore:
-        from leaves.cite.rescore import rescore_file
-
-        print_result(rescore_file(args.rescore, args.k, args.out))
-    else:
-        evaluate_models(args)
+            print(*[model] * (len(models) > 1), results_table(result["results"]), sep="\n", flush=True)
 
 
 def main() -> int:
-    run_it = partial(evaluate_or_compare, terminal.of_eval(__doc__))
+    run_it = partial(evaluate_models, terminal.of_eval(__doc__))
     return exit_status(run_it, lambda: "the same command goes on from there, if it has --out")
 
 

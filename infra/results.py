@@ -141,8 +141,7 @@ def require_same_head(path: Path, old: dict, new: dict) -> None:
     difference = next(differences(old, json.loads(json.dumps(new))), None)
     if difference:
         raise ConfigError(f"{path} holds responses that were made with other settings: {difference}; "
-                          "give another --out, remove it to begin again, or --rescore it if only the "
-                          "verifier differs")
+                          "give another --out, or remove it to begin again")
 
 
 # ---- reading results
@@ -156,28 +155,15 @@ def read_finished(out: Path, head: dict, sizes: list[int] | None) -> dict | None
     if stored:
         require_same_head(out, stored["head"], head)
         print(f"{out} is complete; nothing is sampled again", file=sys.stderr)
-        return summarise_result(stored | {"head": head}, sizes)
+        with blame_file(out):
+            return {"head": head, "results": {
+                name: summarise(old["problems"], sizes, old.get("reward_range"))
+                for name, old in stored["results"].items()}}
     return None
 
 
-def summarise_result(result: dict, sizes: list[int] | None = None) -> dict:
-    """Summarise the responses of a result anew."""
-    results = {name: summarise(old["problems"], sizes, old.get("reward_range"))
-               for name, old in result["results"].items()}
-    return result | {"results": results}
-
-
-def summarise_file(path: Path, sizes: list[int] | None = None) -> dict:
-    """Read a result and summarise its responses. Raises ConfigError for a damaged file."""
-    result = read_result(path)
-    with blame_file(path):
-        return summarise_result(result, sizes)
-
-
 def read_result(path: Path) -> dict:
-    """Read a result. Raises ConfigError if there is none, or if it is damaged."""
-    if not path.is_file():
-        raise ConfigError(f"result file {path} not found")
+    """Read a result. Raises ConfigError if it is damaged."""
     result = parse_json(path.read_bytes(), path, DAMAGED)
     with blame_file(path):
         if not isinstance(result, dict) or "sets" not in (result.get("head") or ()):

@@ -55,13 +55,10 @@ def of_eval(text: str | None) -> argparse.Namespace:
     add("--data", help="sets separated by commas (data.eval)")
     add("--data-dir", help="folder with the files of named sets (data.dir)")
     add_config(parser, "The config of a run, or eval/*.yaml; without it eval/default.yaml")
-    add("--suite", help="frozen sets, prompts and sampling: configs/eval/suite_NAME.yaml")
     add_settings(parser)
     add("--k", type=counts, help="the k of pass@k and majority@k, separated by commas (1,2,4,...,eval.n)")
     add("--seed", type=int, default=0, help="of the samples, at a temperature above 0")
     add("--out", type=user_path, help="JSON with settings, scores and responses; of several models a folder")
-    add("--rescore", type=user_path, help="a result: grade its responses again")
-    add("--compare", type=user_path, nargs=2, help="two results on the same problems")
     return parser.parse_args()
 
 

@@ -46,7 +46,6 @@ LEAVES = {
     # a system prompt that stands in a file of a release
     "released": ["data.system_prompt.file", "data.system_prompt.field"],
     "own_rewards": [],  # reward.custom_file: functions of the user's own, which reward.py imports
-    "cite": [],         # results of evaluations: --suite, --compare, --rescore
 }
 
 

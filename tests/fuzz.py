@@ -201,7 +201,8 @@ TARGETS = {
              lambda path, rng: mutate_file(rng.choice(sorted(p for p in path.glob("*.*") if p.is_file())), rng),
              lambda path, rng: use_run(path, rng) if rng.random() < 0.3 else run(report.main, path)),
     "result": (8, "result.json", mutate_file, lambda path, rng: run(
-        eval.main, *rng.choice([["--rescore", path], ["--compare", path, path.parent / "result.json"]]))),
+        eval.main, "--model", path.parent / "tiny", "--data", path.parent / "few.jsonl", "--out", path,
+        "--set", "eval.max_new_tokens=4")),
     "cases": (4, "cases.jsonl", mutate_file, lambda path, rng: run(reward.main, "--cases", path))}
 
 

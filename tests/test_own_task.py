@@ -25,7 +25,6 @@ from infra import results, runfolder
 from infra.rows import all_have_answers
 from records import Problem
 from rollout import TorchEngine
-from settings import leaves
 
 SHOTS = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1 + 1?"},
          {"role": "assistant", "content": "2"}, {"role": "user", "content": "2 + 3?"}]
@@ -326,10 +325,6 @@ def test_a_base_model_trains_and_evaluates_on_questions_without_answers(tmp_path
     found = json.loads(out.read_text())["results"]["held_out"]
     assert [found[key] for key in ("reward", "reward_low", "reward_high")] == scores
     assert found["groups"]["level"].keys() == {"0", "1"} and f"{scores[0]:.3f}" in capsys.readouterr().out
-    if "cite" in leaves.LEAVES:
-        assert command(evaluation, "--rescore", str(out)) == 0
-        assert command(evaluation, "--compare", str(out), str(out)) == 0
-        assert re.search(r"held_out +\S+ less \S+ .* reward ", capsys.readouterr().out)
 
     report.write_report([run], tmp_path / "page")
     page, tables = ((tmp_path / "page" / name).read_text() for name in ("report.html", "report.md"))

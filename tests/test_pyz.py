@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from zipfile import ZipFile
 
 import pytest
 from conftest import ROOT, TOY
-from test_eval import held_out, sets, written
+from test_eval import held_out, sets
 
 import eval as evaluation
 from infra import archive
@@ -46,16 +47,14 @@ def test_an_empty_folder_gets_the_figures_of_the_repository(built, tmp_path, com
 
 @pytest.mark.slow
 def test_its_workers_know_algebra_and_the_users_own_files(built, tmp_path):
-    """60 answers that need algebra are graded again; a tool replies, and a reward function scores."""
-    if not {"cite", "environment", "own_rewards"} <= leaves.LEAVES.keys():
+    """Answers are equal to a root by algebra alone; a tool replies, and a reward function scores."""
+    if not {"environment", "own_rewards"} <= leaves.LEAVES.keys():
         pytest.skip("leaves that are not here")
-    result = json.loads(Path(written(tmp_path / "few.json", *["wrong"] * 60)).read_text())
-    for k, problem in enumerate(result["results"]["few"]["problems"], start=2):
-        problem["gold"] = rf"\frac{{1}}{{\sqrt{{{k}}}}}"
-        problem["responses"][0]["text"] = rf"so \boxed{{\frac{{\sqrt{{{k}}}}}{{{k}}}}}"
-    (tmp_path / "few.json").write_text(json.dumps(result))
-    done = run(built, tmp_path, "--rescore", tmp_path / "few.json")
-    assert done.returncode == 0 and "100.0%" in done.stdout, done.stderr
+    rows = [json.loads(line) for line in Path(held_out(tmp_path / "roots.jsonl", 40)).read_text().splitlines()]
+    rows = [row | {"answer": rf"\sqrt{{{int(row['answer']) ** 2}}}", "solution": ""} for row in rows]
+    (tmp_path / "roots.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run(built, tmp_path, "--model", TOY, "--data", tmp_path / "roots.jsonl", *sets("eval.max_new_tokens=48"))
+    assert done.returncode == 0 and float(re.search(r"([\d.]+)%", done.stdout)[1]) > 5, done.stdout + done.stderr
     (tmp_path / "own.py").write_text("def reward(text): return 0.5")
     own = sets(f"environment.file={ROOT}/toy/calculator.py", "environment.max_context=300", "eval.max_new_tokens=8",
                "rollout.max_new_tokens=8", "data.max_prompt_tokens=200", "reward.accuracy=0", "reward.custom=1.0",
@@ -69,7 +68,7 @@ def test_it_is_small_and_whole_and_the_same_files_make_the_same_bytes(built, tmp
     assert (tmp_path / "again.pyz").read_bytes() == built.read_bytes() and built.stat().st_size < 400_000
     names = set(ZipFile(built).namelist())
     assert {"__main__.py", "eval.py", "rollout_vllm.py", "infra/families.yaml", "configs/grpo_gsm8k.yaml"} <= names
-    chosen = {"cite": "suites", "environment": "worker", "lora": "join", "own_rewards": "worker"}
+    chosen = {"environment": "worker", "lora": "join", "own_rewards": "worker"}
     assert {f"leaves/{leaf}/{module}.py" for leaf, module in chosen.items() if leaf in leaves.LEAVES} <= names
     assert {f"verify/{path.name}" for path in (ROOT / "verify").glob("*.py")} <= names
     assert not {"train.py", "learner.py", "leaves/critic/join.py"} & names

@@ -25,15 +25,6 @@ def paired_interval(difference_N: np.ndarray) -> tuple[float, float]:
     return tuple(np.percentile(means, (2.5, 97.5)).tolist())
 
 
-def sign_flip(difference_N: np.ndarray) -> float:
-    """Compute the p-value of a mean difference by flipping signs, with a fixed seed: under equal models each
-    problem's difference is as likely as its negative."""
-    draw = np.random.default_rng(0)
-    signs = draw.integers(0, 2, (RESAMPLES, len(difference_N))) * 2 - 1
-    means = np.abs(signs @ difference_N)
-    return float((1 + (means >= abs(difference_N.sum()) - 1e-9).sum()) / (1 + RESAMPLES))
-
-
 def holm(p_values: list[float]) -> list[float]:
     """Correct p-values of one family by Holm's step-down method."""
     order = np.argsort(p_values, kind="stable")

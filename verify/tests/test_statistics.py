@@ -59,10 +59,8 @@ def test_majority_is_that_of_all_or_of_blocks(given, value):
     assert statistics.majority_at(2, votes) == pytest.approx((1 + 0.5 + 0) / 3)
 
 
-def test_holm_and_flipped_signs_by_hand():
+def test_holm_by_hand():
     assert paired.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06]) and paired.holm([]) == []
-    assert paired.sign_flip(np.array([1.0, 1, 1, 1])) == pytest.approx(2 / 16, abs=0.02)
-    assert paired.sign_flip(np.array([1.0, -1, 0, 0])) == 1
 
 
 def test_paired_intervals_cover_the_truth_at_their_rate(monkeypatch):

@@ -1,4 +1,0 @@
-"""Citing has no settings: the command line of eval.py asks for it."""
-
-CHOICES = {}
-HOOKS = ()
