@@ -96,6 +96,7 @@ class Minibatch:
     likelihood_NG: Tensor | None = None  # loss.likelihood_weight, if the loss has that term
     bonus_NG: Tensor | None = None       # weight of each token's entropy, if the loss has a bonus
     tokens: list[list[Tensor]] | None = None  # Batch.tokens; the groups are cut off there
+    seed: int = 0          # of a draw among these completions
 
 
 @frozen

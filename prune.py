@@ -111,6 +111,8 @@ def gradient_size(candidates: Candidates, size: str, by_cost: bool) -> Tensor:
              "surprise"  |A| x token weight x sqrt(sum_t (1 - p_t)^2), with the engine's probability p_t of
                          token t: the derivative of log p_t by its own logit is 1 - p_t, and the gradients of
                          tokens add up as if they were independent
+             "nats"      the same with (1 - p_t) log p_t: what a teacher will say is guessed by log p_t
+             "length"    the same with 1: |A| x token weight x sqrt(length)
     by_cost  divided by sqrt(length), which is best when trained tokens are the budget, not completions
     |A| in place of a norm, and a norm over sqrt(cost), are Cost-Aware GRPO's (arXiv:2604.28020).
     A group's own weight is part of the norm. An advantage of 0 has size 0; if the loss has a KL it is at
@@ -118,9 +120,9 @@ def gradient_size(candidates: Candidates, size: str, by_cost: bool) -> Tensor:
     """
     none_NG, len_NG = candidates.adv_NG.isnan(), candidates.len_NG
     size_NG = candidates.adv_NG.nan_to_num().abs() * candidates.weight_N1
-    if size == "surprise":
+    if size != "adv":
         weight_NG = 1 / len_NG if candidates.normalize == "sequence" else 1
-        size_NG = size_NG * weight_NG * surprise(candidates.groups)
+        size_NG = size_NG * weight_NG * token_norm(candidates.groups, size)
     if by_cost:
         size_NG = size_NG / len_NG.sqrt()
     if candidates.advantage_only:
@@ -130,14 +132,22 @@ def gradient_size(candidates: Candidates, size: str, by_cost: bool) -> Tensor:
     return floored_NG.masked_fill(none_NG, 0.0)
 
 
-def surprise(groups: list[Group]) -> Tensor:
-    """Compute sqrt(sum_t (1 - p_t)^2) over the tokens that this step has sampled, [N, G]."""
+# size -> of a token, by its log-prob
+TOKEN_SIZES = {
+    "surprise": lambda logp: 1 - logp.exp(),
+    "nats": lambda logp: (logp.exp() - 1) * logp,
+    "length": torch.ones_like,
+}
+
+
+def token_norm(groups: list[Group], size: str) -> Tensor:
+    """Compute sqrt(sum_t size_t^2) over the tokens that this step trains on, by TOKEN_SIZES, [N, G]."""
     samples = [sample for group in groups for sample in group.samples]
     tokens = [torch.frombuffer(s.logp, dtype=torch.float64)[s.scored] for s in samples]
     counts = torch.tensor([len(logp) for logp in tokens])
-    missing = (1 - torch.cat(tokens).exp()).clamp(min=LEAST_SURPRISE)
+    size_T = TOKEN_SIZES[size](torch.cat(tokens)).clamp(min=LEAST_SURPRISE)
     owner = torch.arange(len(samples)).repeat_interleave(counts)
-    squares = torch.zeros(len(samples), dtype=torch.float64).index_add_(0, owner, missing.square())
+    squares = torch.zeros(len(samples), dtype=torch.float64).index_add_(0, owner, size_T.square())
     return squares.sqrt().view(len(groups), -1)
 
 

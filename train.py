@@ -155,6 +155,7 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     if folder.exists():
         log.lock()  # before models are loaded: another run may have only just begun there
     inputs = task.inputs | weights.identify(task.source) | checkpoint.describe_code()
+    inputs = leaves.through("inputs", cfg, inputs)
     checkpoint.require_same_ranks(config.flatten(cfg) | files | inputs | {"--resume": resume})
     path, saved = find_newest(resume, folder / "checkpoints")
     if path:

@@ -105,6 +105,7 @@ def minibatch(learner: Learner, batch: Batch, places: list[int]) -> Minibatch:
         likelihood_NG,
         bonus_NG,
         tokens,
+        dist.seed_for(batch.seed, *places[:1], "minibatch"),
     )
 
 

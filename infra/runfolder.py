@@ -173,7 +173,8 @@ def refused_changes(there: Config | dict, now: Config) -> list[str]:
             refused.append(f"{change}: optim.schedule=cosine has spread its rate over the steps there")
         harmless = grows or key.startswith(NO_EFFECT_ON_STEPS + MEMORY_SETTINGS)
         # A file at another path: its content is compared (`require_same_files`, `require_same_inputs`).
-        elsewhere = key in (*COPIES, "model.lora.path") and None not in (old.get(key), new.get(key))
+        moved = key in (*COPIES, "model.lora.path", "teacher.path")
+        elsewhere = moved and None not in (old.get(key), new.get(key))
         if not harmless and not elsewhere:
             refused.append(change)
     return refused

@@ -20,20 +20,21 @@ WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def find_model(path: str, files: tuple[str, ...] = ("*.json", "*.jinja", "*.safetensors")) -> Path:
-    """Return the folder of a model. If `path` is a hub name, these files are downloaded. Raises
-    ConfigError."""
+def find_model(path: str, files: tuple[str, ...] = ("*.json", "*.jinja", "*.safetensors"),
+               setting: str = "model.path") -> Path:
+    """Return the folder of a model that a setting names. If `path` is a hub name, these files are downloaded.
+    Raises ConfigError."""
     folder = find_path(path)
     if (folder / "extra.pt").is_file():
-        raise ConfigError(f"model.path={path} is a checkpoint, not a Hugging Face folder; make one of it by "
+        raise ConfigError(f"{setting}={path} is a checkpoint, not a Hugging Face folder; make one of it by "
                           f"python learner.py {path} --out DIR")
     ours = folder.is_dir()
     if not ours:
-        folder = download(path, files)
+        folder = download(path, files, setting)
     if not (folder / "config.json").is_file():
         adapts = (folder / "adapter_config.json").is_file()
-        remedy = "it is an adapter: set model.lora.path to it, and model.path to its base model"
-        raise ConfigError(f"model.path={path} has no config.json; "
+        remedy = f"it is an adapter: set model.lora.path to it, and {setting} to its base model"
+        raise ConfigError(f"{setting}={path} has no config.json; "
                           f"{remedy if adapts else 'give a Hugging Face folder or a hub name'}")
     if ours:
         require_own_files(folder)
@@ -42,7 +43,7 @@ def find_model(path: str, files: tuple[str, ...] = ("*.json", "*.jinja", "*.safe
     return folder
 
 
-def download(path: str, files: tuple[str, ...]) -> Path:
+def download(path: str, files: tuple[str, ...], setting: str) -> Path:
     """Download these files of a model on the hub. Raises ConfigError."""
     from huggingface_hub import snapshot_download  # for names alone
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -50,9 +51,9 @@ def download(path: str, files: tuple[str, ...]) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=files))
     except HFValidationError:
-        raise ConfigError(f"model.path={path} is no folder ({searched()}), nor a name on the hub") from None
+        raise ConfigError(f"{setting}={path} is no folder ({searched()}), nor a name on the hub") from None
     except (LocalEntryNotFoundError, HfHubHTTPError) as error:
-        raise ConfigError(f"model.path={path!r} is no folder, and could not be downloaded from the hub: "
+        raise ConfigError(f"{setting}={path!r} is no folder, and could not be downloaded from the hub: "
                           f"{in_short(error)}") from error
 
 

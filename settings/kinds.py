@@ -103,7 +103,8 @@ class Pps:
     """Draw a given number with probability in proportion to size, and weigh by its inverse. Unbiased."""
     keep: KeepCount                     # per group, of rollout.group_size
     scope: Literal["group", "batch"] = "group"  # batch: keep x groups of the whole step
-    size: Literal["adv", "surprise"] = "surprise"  # |advantage|, or the gradient's norm, from log-probs
+    # |advantage|, or the gradient's norm, guessed from log-probs, as if a teacher's too, or from the length
+    size: Literal["adv", "surprise", "nats", "length"] = "surprise"
     by_cost: bool = False          # size over sqrt(length), for a budget of tokens instead of completions
 
 

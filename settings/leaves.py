@@ -13,6 +13,7 @@ A hook is a function of the config and a thing, which it returns, changed:
     tokenizer   the Tokenizer, before prompts are rendered
     task        data.Task, before models are loaded
     weights     policy.Weights, by which models come by their weights
+    inputs      hashes of what a run begins with, by their settings: a resumed run has the same
     engine      the rollout engine and the tokenizer, in training and in evaluation
     parts       train.Parts, before a checkpoint is loaded
     begin       the same, before the first step: the engine has the policy
@@ -34,6 +35,7 @@ LEAVES = {
     "preferences": ["advantage=preference", "advantage=group_preference"],  # DPO, RPO, MADPO, DGPO
     "soft_value": ["advantage=soft_value"],                                # A*-PO
     "critic": ["advantage=gae", "critic"],                                 # PPO, VAPO
+    "distill": ["advantage=distill", "teacher"],                           # a teacher's log-probs
     "lora": ["model.lora"],                                                # adapters beside frozen weights
     "depo": ["prune.prompts=depo"],                                        # prompts by estimated difficulty
     "drafts": ["rollout.drafts"],                                          # completions of the last epoch

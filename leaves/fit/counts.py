@@ -12,9 +12,22 @@ import torch
 from config import Config, has_reference
 from infra.choices import longest_sampled
 from infra.device import Parts, block_weights, engine_parts, parameters, table_weights
-from infra.weights import Shape
+from infra.families import Shape, shape_of
+from infra.weights import find_model, read_shape
+from settings.loader import read_json
+from settings.paths import REPOSITORY
 
+SHAPES = REPOSITORY / "leaves" / "fit" / "shapes.json"  # hub name -> the shape in its config.json
 BESIDE_VLLM = 2 * 2**30  # bytes of its CUDA graphs and of prompts at work, and of NCCL's buffers: assumed
+
+
+def find_shape(path: str, setting: str = "model.path") -> Shape:
+    """Read the shape of a model from its config.json, the only file that is downloaded. SHAPES has those of
+    the published configs' models. Raises ConfigError if there is none."""
+    shipped = read_json(SHAPES)
+    if path in shipped:
+        return shape_of(shipped[path])
+    return read_shape(find_model(path, ("config.json",), setting))
 
 
 def phases(cfg: Config, shape: Shape, ranks: int) -> dict[str, Parts]:
@@ -34,6 +47,8 @@ def phases(cfg: Config, shape: Shape, ranks: int) -> dict[str, Parts]:
         "reference": weights // ranks * (has_reference(cfg) and not lora),
         "critic and its moments": (weights + moments) // ranks * (cfg.advantage.kind == "gae"),
     }
+    if teacher := getattr(getattr(cfg, "teacher", None), "path", None):
+        held["teacher"] = element_size(cfg) * parameters(find_shape(teacher, "teacher.path")) // ranks
     staying = ()
     if cfg.rollout.engine == "vllm":
         held["CUDA graphs, and NCCL"] = BESIDE_VLLM

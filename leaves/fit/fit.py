@@ -17,17 +17,13 @@ from infra import dist
 from infra.choices import Choice, choose_kernels, list_choices
 from infra.commands import CARDS
 from infra.device import Machine, Parts, find_device, parameters
-from infra.families import Shape, shape_of
-from infra.weights import find_model, read_shape
-from leaves.fit.counts import phases
+from infra.families import Shape
+from leaves.fit.counts import find_shape, phases
 from leaves.fit.memory import decide, room, used
 from settings import loader as settings
-from settings.loader import read_json
-from settings.paths import REPOSITORY
 from settings.rules import all_rules
 
 GIB = 2**30
-SHAPES = REPOSITORY / "leaves" / "fit" / "shapes.json"  # hub name -> the shape in its config.json
 # A change -> what it costs.
 CHANGES = {
     "model.checkpoint_blocks=selective": "norms and SwiGLU are computed again: a few percent more time",
@@ -89,15 +85,6 @@ def described_machine(cfg: Config, args: argparse.Namespace) -> tuple[Machine, s
     ranks = args.gpus or max(1, torch.cuda.device_count())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return replace(Machine.here(device), ranks=ranks), name
-
-
-def find_shape(path: str) -> Shape:
-    """Read the shape of a model from its config.json, the only file that is downloaded. SHAPES has those of
-    the published configs' models. Raises ConfigError if there is none."""
-    shipped = read_json(SHAPES)
-    if path in shipped:
-        return shape_of(shipped[path])
-    return read_shape(find_model(path, ("config.json",)))
 
 
 def report(cfg: Config, args: argparse.Namespace) -> int:

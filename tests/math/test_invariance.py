@@ -37,7 +37,7 @@ CONFIGS = {
 }
 # Every objective, each on the same rollouts of the toy model.
 OBJECTIVES = ("dapo", "drgrpo", "gspo", "cispo", "divppo", "gdpo", "ppo", "vapo", "tppo", "apo", "odpo", "rpo",
-              "madpo", "dgpo")
+              "madpo", "dgpo", "opd")
 Gradient = dict[str, torch.Tensor]
 
 
@@ -45,7 +45,7 @@ def objective(name: str, out, *settings: str) -> config.Config:
     """The config of an objective at a test's size; its completions in windows are those of test_objectives."""
     pretrained = ["critic.pretrain_steps=0"] if name in ("vapo", "tppo") else []
     more = {"divppo": ["loss.trust.divergence=1e-3"], "gspo": ["loss.trust.low=0.01", "loss.trust.high=0.02"],
-            "apo": ["data.limit=16", "loss.entropy=0.1"]}
+            "apo": ["data.limit=16", "loss.entropy=0.1"], "opd": TEXTBOOK["opd"][2]}
     return toy_config(out, *pretrained, *more.get(name, []), *settings, name=TEXTBOOK[name][1])
 
 
@@ -186,7 +186,8 @@ def trained_unchecked(cfg: config.Config) -> Gradient:
 
 def step_metrics(folder) -> dict[str, float]:
     """Everything logged but what does depend on the ranks: times, memory, and how rows are shared out."""
-    shared_out = ("time/", "memory/", "pack/rows", "pack/tokens", "pack/density", "pack/imbalance")
+    shared_out = ("time/", "memory/", "pack/rows", "pack/tokens", "pack/density", "pack/imbalance",
+                  "teacher/tokens")
     return {f"{i}/{key}": value for i, line in enumerate(runfolder.read_log(folder / "metrics.jsonl"))
             for key, value in line.items() if not key.startswith(shared_out)}
 
@@ -210,6 +211,8 @@ PRUNED["madpo"] = ["prune.prompts={kind: bernoulli, drop_prob: 0.6}", "data.limi
 PRUNED["dgpo"] = ["data.limit=6", "model.lora.rank=2"]
 # Some prompts lie outside the band, and some are decided by their first completions.
 PRUNED["depo"] = ["prune.prompts.warmup_steps=1", "prune.prompts.low=0.495", "prune.prompts.lr=0.1", "data.limit=12"]
+# The teacher reads half of the completions, and the student trains on half of those.
+PRUNED["opd"] = ["data.limit=8", f"teacher.path={TOY.parent}/hard_model"]
 PRUNED["optpo"] = ["labels.most=12", "rollout.group_size=4", "data.limit=6"]
 PRUNED["tppo-lora"] = [*PRUNED["tppo"], "model.lora.rank=2", "optim.lr=1e-3", "critic.lr=1e-2"]
 
@@ -217,7 +220,7 @@ PRUNED["tppo-lora"] = [*PRUNED["tppo"], "model.lora.rank=2", "optim.lr=1e-3", "c
 def pruned_config(name: str, out, *settings: str) -> config.Config:
     own = name.split("-")[0]
     others = {"dgpo": "dgpo_gsm8k.yaml toy.yaml", "optpo": "optpo_gsm8k.yaml toy.yaml"}
-    base = own if own in ("tppo", "madpo", "depo") else "cppo"
+    base = own if own in ("tppo", "madpo", "depo", "opd") else "cppo"
     return toy_config(out, *settings, *PRUNED[name], name=others.get(own, f"{base}_toy.yaml"))
 
 
@@ -256,7 +259,7 @@ def resumed(cfg: config.Config) -> Gradient:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "before", "after"), [
     ("dppo", 1, 2), ("tppo", 2, 3), ("greso", 2, 3), ("tppo-lora", 2, 3), ("madpo", 1, 2), ("depo", 1, 2),
-    ("optpo", 2, 1)])
+    ("optpo", 2, 1), ("opd", 1, 2)])
 def test_a_run_goes_on_on_another_number_of_ranks_with_the_same_prompts_and_masks(name, before, after, tmp_path):
     cfg = pruned_config(name, tmp_path / "run", "steps=4", "checkpoint.every=2", "checkpoint.keep=2",
                         "data.eval=null")

@@ -38,6 +38,7 @@ class Answer:
     old_T: Tensor
     beh_T: Tensor
     ref_T: Tensor
+    teacher_T: Tensor
     entropy_T: Tensor   # of the distributions now
     value_T: Tensor     # of the states before each token
     after: Tensor       # and behind the last
@@ -231,6 +232,16 @@ def dgpo(answers, cfg):
     return total / len(LENGTHS)
 
 
+def opd(answers, cfg):
+    """Clipped surrogates of log teacher - log engine, within a bound, and of the group's advantage beside it."""
+    total = 0.0
+    for x in answers:
+        gap_T = (x.teacher_T - x.beh_T).clamp(-cfg.advantage.bound, cfg.advantage.bound)
+        total -= clipped(x.ratio_T, gap_T + cfg.advantage.reward * x.group_norm, 0.2, 0.2).sum()
+    return total / tokens(answers)
+
+
+TEACHER = conftest.TOY.parent / "hard_model"  # larger than the students
 GRADED = ["reward.overlong=1", "reward.overlong_tokens=16"]
 # name -> (textbook loss, configs, changes to them)
 OBJECTIVES = {
@@ -259,6 +270,8 @@ OBJECTIVES = {
     "rpo": (by_pairs, "rpo_gsm8k.yaml toy.yaml", []), "madpo": (by_pairs, "madpo_toy.yaml", []),
     "dgpo": (dgpo, "dgpo_gsm8k.yaml toy.yaml", GRADED),
     "rloo": (rloo, "grpo_toy.yaml", ["advantage.kind=leave_one_out"]),
+    "opd": (opd, "opd_toy.yaml", ["prune.completions.kind=none", f"teacher={{path: {TEACHER}, keep: null}}",
+                                  "advantage.reward=0.5", "advantage.bound=3"]),
 }
 
 
@@ -319,6 +332,7 @@ class Case:
         for model, _ in self.learner.roles.values():
             nudge(model, 0.3)
         self.old, self.now, self.ref = (conftest.load(folder, torch.float64) for _ in range(3))
+        self.teacher = conftest.load(TEACHER, torch.float64)
         nudge(self.old, 0.02)
         groups = self.with_engine(make_groups(lengths, prompts))
         self.groups = windowed(groups) if "windows" in leaves.chosen(cfg) else groups
@@ -370,7 +384,8 @@ class Case:
                 answers.append(Answer(
                     logp_alone(self.now, group, s)[own], logp_alone(self.old, group, s)[own].detach(),
                     torch.tensor(s.logp.tolist(), dtype=torch.float64)[own],
-                    logp_alone(self.ref, group, s)[own].detach(), self.entropies(self.now, group, s)[own],
+                    logp_alone(self.ref, group, s)[own].detach(), logp_alone(self.teacher, group, s)[own].detach(),
+                    self.entropies(self.now, group, s)[own],
                     value_T[own], value_T[-1], float(self.reward_NG[n, g]),
                     self.reward_NG[n], bool(self.batch.correct_NG[n, g]), len(own) - s.trained, s.pending,
                     n, g))

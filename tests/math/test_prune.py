@@ -157,8 +157,12 @@ class Begun(Sample):
 def test_surprise_is_of_the_tokens_of_this_step_and_never_0():
     whole = Sample([1, 2, 3], [0.0, math.log(0.2), math.log(0.4)], True)
     samples = whole, Begun(whole.ids, whole.logp, True), Sample([1, 2], [0.0, 0.0], True)
-    got, least = prune.surprise([Group(Prompt("q", (1,), "1"), samples)]), prune.LEAST_SURPRISE
-    assert got.tolist() == [pytest.approx([math.sqrt(least ** 2 + 1), 1, math.sqrt(2) * least])]
+    groups, least = [Group(Prompt("q", (1,), "1"), samples)], prune.LEAST_SURPRISE
+    by_surprise, by_nats, by_length = (prune.token_norm(groups, size).tolist() for size in prune.TOKEN_SIZES)
+    assert by_surprise == [pytest.approx([math.sqrt(least ** 2 + 1), 1, math.sqrt(2) * least])]
+    guessed = [0.8 * math.log(0.2), 0.6 * math.log(0.4)]
+    assert by_nats == [pytest.approx([math.hypot(least, *guessed), math.hypot(*guessed), math.sqrt(2) * least])]
+    assert by_length == [pytest.approx([math.sqrt(3), math.sqrt(2), math.sqrt(2)])]
 
 
 def test_similar_completions_are_neighbours():

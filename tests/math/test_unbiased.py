@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import as_batch, as_rewards, as_rolled, gradients, make_groups, needed, others_slow
 from outcomes import ADV_NG, EXACT, LENGTHS, REWARD_NG, Step, bias_of_both, by_both, distance, mean_of, outcomes
-from test_objectives import compare
+from test_objectives import TEACHER, compare
 from torch import Tensor
 from torch.nn import Module
 
@@ -68,7 +68,7 @@ class Padded(Step):
 
 
 KINDS = choices(hints(config.with_leaves(leaves.LEAVES))["advantage"])
-MORE = {"gae": ["critic.lr=1e-4"], "preference": ["advantage.likelihood=0.3"]}
+MORE = {"gae": ["critic.lr=1e-4"], "preference": ["advantage.likelihood=0.3"], "distill": [f"teacher.path={TEACHER}"]}
 
 
 def is_paired(kind: str) -> bool:
