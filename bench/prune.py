@@ -1,6 +1,6 @@
 """How far is the pruned gradient from the full batch's? Mean squared error at equal numbers of kept tokens.
 
-    python bench/prune.py [--task hard]
+    python bench/prune.py [--task hard]     # or opd, opd_hard: a teacher's gradient (leaves/distill)
 
 GRPO trains the toy for 3 steps and for 8, or the hard toy task for 20 and for 120 (docs/experiments.md has
 that testbed); then 20 rollouts of 16 x 16 completions are taken. Every completion's share of the full-batch
@@ -24,33 +24,26 @@ from pathlib import Path
 import numpy as np
 import torch
 from common import parser, print_json, show
-from step import prepare
+from step import prepare, weights_of
 from torch import Tensor
 
 import config
 import train
-from advantage import advantage
-from collect import Sampler
 from infra import dist
 from learner import Learner
-from prune import (
-    COMPLETIONS,
-    PROMPTS,
-    Candidates,
-    Memory,
-    gradient_size,
-    pps,
-    similar_order,
-)
+from prune import COMPLETIONS, PROMPTS, Candidates, Memory, gradient_size, keep_all, pps, similar_order
 from records import Batch, Group, PromptDraw, Pruned, Rewards
-from settings import kinds
-from settings.kinds import Completions, Prompts, TopK
+from settings import kinds, leaves
+from settings.kinds import Completions, Pps, Prompts, TopK
 from update import add_gradient, minibatch, prepare_rows
 from verify.paired import half_width
 
 # task -> its config, and after how many steps it is looked at
 TASKS = {"toy": ("grpo_toy.yaml", {"early": 3, "late": 8}),
-         "hard": ("grpo_hard.yaml", {"early": 20, "late": 120})}
+         "hard": ("grpo_hard.yaml", {"early": 20, "late": 120}),
+         "opd": ("opd_toy.yaml", {"early": 3, "late": 20}),
+         "opd_hard": ("experiments/opd_hard.yaml", {"early": 4, "late": 40})}
+TAUGHT = ["prune.completions.kind=none", "teacher.keep=null"]  # all are read, and all are measured
 ROLLOUTS, DRAWS, BUDGETS = 20, 40, (0.75, 0.5, 0.25, 0.125, 0.0625)
 
 
@@ -62,6 +55,7 @@ class Scene:
     rewards: Rewards
     last_N: Tensor          # mean |A| of another rollout of each prompt
     product: Tensor         # between the completions' terms of the full gradient, [NG, NG]
+    known_NG: Tensor | None  # sizes that need a teacher's log-probs
 
 
 # (scene, seed, k) -> weights [N, G] of one draw, relative to the full batch's
@@ -153,6 +147,13 @@ ARMS = {
     "pps oracle": by_size(oracle),
     "prompts, pps": by_prompt(lambda k: kinds.ProportionalPrompts(share=k / 16)),
 }
+ARMS_TAUGHT = {
+    "random, batch": ARMS["random, batch"],
+    **{f"pps {size}": arm(lambda k, size=size: Pps(keep=k, scope="batch", size=size, by_cost=True))
+       for size in ("length", "surprise", "nats")},
+    "pps known": by_size(lambda scene: scene.known_NG, "shuffled"),  # as teacher.keep draws
+    "pps oracle": ARMS["pps oracle"],
+}
 FEWEST = 0.5  # of 16 that arms of one draw for the whole step keep at least; others keep 1
 
 
@@ -182,11 +183,27 @@ def inner_products(learner: Learner, groups: list[Group], adv_NG: Tensor) -> Ten
     return product
 
 
-def errors(name: str, scene: Scene, k: int) -> tuple[float, float]:
+def known_sizes(learner: Learner, groups: list[Group], adv_NG: Tensor) -> Tensor | None:
+    """Compute the sizes that a teacher's log-probs give, [N, G]; None without a teacher."""
+    if not learner.before_update:
+        return None
+    from leaves.distill.join import pieces_of
+
+    every, places = keep_all(adv_NG), list(range(len(groups)))
+    batch = Batch([], groups, adv_NG, adv_NG > 0, adv_NG, every, places, len(groups), seed=0)
+    weighed = minibatch(learner, batch, places)
+    size_NG = torch.zeros_like(adv_NG)
+    for prepared in prepare_rows(learner, weighed, learner.rows(weighed), extra_pass=False):
+        for place, (size_T, *_) in pieces_of(prepared, []):
+            size_NG[place] = size_T.norm()
+    return size_NG
+
+
+def errors(name: str, draw: Draw, scene: Scene, k: int) -> tuple[float, float]:
     """Average (share of the tokens kept, relative squared error) over draws of the masks."""
     lengths, product = scene.candidates.len_NG.flatten().double(), scene.product
     seeds = range(1 if name.startswith("topk") else DRAWS)  # topk leaves nothing to chance
-    weight_DK = torch.stack([ARMS[name](scene, seed, k).flatten() for seed in seeds]).double()
+    weight_DK = torch.stack([draw(scene, seed, k).flatten() for seed in seeds]).double()
     kept_D = (weight_DK > 0).double() @ lengths / lengths.sum()
     missing_DK = weight_DK - 1
     error_D = (missing_DK @ product * missing_DK).sum(dim=1).clamp(min=0) / product.sum()
@@ -222,16 +239,18 @@ def repeated(scene: Scene) -> float:
     return (pairs * N / (N - 1) / between_NN.sum()).item()
 
 
-def look(learner: Learner, sampler: Sampler, draws: list[PromptDraw], cfg: config.Config) -> Scene:
+def look(parts: train.Parts, draws: list[PromptDraw], cfg: config.Config) -> Scene:
     """Roll prompts out twice: the first time to prune them by, the second to measure."""
-    before = [replace(draw, epoch=draw.epoch + 1000) for draw in draws]
-    last_N = advantage(sampler.score(sampler.rollout(before)), cfg.advantage).abs().mean(dim=1)
+    learner, sampler = parts.learner, parts.sampler
+    groups = sampler.rollout([replace(draw, epoch=draw.epoch + 1000) for draw in draws])
+    last_N = parts.advantage(groups, sampler.score(groups), cfg.advantage).abs().mean(dim=1)
     groups = sampler.rollout(draws)
     rewards = sampler.score(groups)
-    adv_NG = advantage(rewards, cfg.advantage)
+    adv_NG = parts.advantage(groups, rewards, cfg.advantage)
     candidates = Candidates(
         adv_NG, groups, cfg.loss.normalize, advantage_only=True, seed=0, reward_NG=rewards.total_NG)
-    return Scene(candidates, rewards, last_N, inner_products(learner, groups, adv_NG))
+    return Scene(candidates, rewards, last_N, inner_products(learner, groups, adv_NG),
+                 known_sizes(learner, groups, adv_NG))
 
 
 def after_training(task: str, steps: int, out: Path,
@@ -240,17 +259,20 @@ def after_training(task: str, steps: int, out: Path,
     how much of the full gradient is `repeated`."""
     recipe, _ = TASKS[task]
     train.train(config.load(recipe, [f"steps={steps}", f"out={out}", "data.eval=null"]))
-    cfg = config.load(recipe, [f"out={out}", "rollout.group_size=16"])
+    taught, arms = task.startswith("opd"), ARMS_TAUGHT if task.startswith("opd") else ARMS
+    cfg = config.load(recipe, [f"out={out}", "rollout.group_size=16", *TAUGHT * taught])
     loaded = replace(train.load_task(cfg), source=out / "hf")
     learner, sampler, history = prepare(cfg, loaded, seed=1)  # other prompts than it was trained on
-    by_arm = {name: {budget: [] for budget in BUDGETS} for name in ARMS}
+    plain = train.Parts(cfg, loaded, weights_of(cfg), learner, sampler.engine, sampler, history, first=0)
+    parts = leaves.through("parts", cfg, plain)
+    by_arm = {name: {budget: [] for budget in BUDGETS} for name in arms}
     signal = []
     for i in range(ROLLOUTS):
-        scene = look(learner, sampler, history.draw(cfg.rollout.prompts_per_step), cfg)
+        scene = look(parts, history.draw(cfg.rollout.prompts_per_step), cfg)
         signal.append(repeated(scene))
-        for name in ARMS:
-            fewest = [FEWEST] * name.startswith(("pps norm", "pps surprise", "pps oracle"))
-            curve = [errors(name, scene, k) for k in (*fewest, *range(1, 16))]
+        for name, draw in arms.items():
+            fewest = [FEWEST] * name.startswith("pps") * (name != "pps |A|, shuffled")
+            curve = [errors(name, draw, scene, k) for k in (*fewest, *range(1, 16))]
             for budget, of_rollouts in by_arm[name].items():
                 of_rollouts.append(at_budget(curve, budget))
         print(f"rollout {i + 1} of {ROLLOUTS}", file=sys.stderr, flush=True)

@@ -14,6 +14,7 @@ Dimension key: that of enumeration.py.
 
 import itertools
 import json
+import math
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -22,12 +23,18 @@ import torch
 from enumeration import (
     GO_ON,
     MAX_LEN,
+    OWN,
+    READ,
     SKIPPING,
+    TEACHER,
+    THETA,
+    TRAINED,
     TREES,
     Problem,
     Steps,
     all_steps,
     make_problem,
+    policy,
     reward_of,
 )
 from estimators import (
@@ -153,6 +160,59 @@ LITERATURE = {  # name -> what multiplies grad logp, and the rule for prompts
 }
 
 
+# ---- distillation: the target is the mean of (log teacher - log student) grad logp, at all states
+
+def gap(problem: Problem) -> Tensor:
+    """Compute log teacher - log student of every token, [Q, K, L]; 0 behind the end."""
+    taught_QKL, _ = policy(TREES["unequal"], THETA + TEACHER + OWN)
+    return taught_QKL - problem.logp_QKL
+
+
+def state_kl(problem: Problem) -> Tensor:
+    """Compute KL(student, teacher) of the state before each token, which is one of two."""
+    p_QKL, q_QKL = problem.logp_QKL.exp(), (problem.logp_QKL + gap(problem)).exp()
+    other_QKL = ((1 - p_QKL) * ((1 - p_QKL) / (1 - q_QKL)).log()).nan_to_num()
+    return p_QKL * -gap(problem) + other_QKL
+
+
+def kept_tokens(problem: Problem, rule: str) -> Tensor:
+    """Mark the tokens that a rule trains on, [Q, K, L], in forms as simple as they can be.
+
+    prefix   the first of each completion
+    drift    up to the first token that the teacher finds improbable: Prune-OPD (arXiv:2605.07804), inferred
+    entropy  those of a student that is less sure than the median: TIP (arXiv:2604.14084)
+    """
+    p_QKL = problem.logp_QKL.exp()
+    if rule == "prefix":
+        return (torch.arange(MAX_LEN) == 0).expand_as(p_QKL)
+    if rule == "drift":
+        drifted_QKL = ((problem.logp_QKL + gap(problem)) < math.log(0.3)).cumsum(dim=2)
+        return drifted_QKL.roll(1, dims=2).index_fill(2, torch.tensor(0), 0) == 0
+    unsure_QKL = -(p_QKL - 0.5).abs()
+    return unsure_QKL >= unsure_QKL[problem.logp_QKL < 0].median()
+
+
+def taught(problem: Problem, steps: Steps, rule: str = "") -> Tensor:
+    """Multiply grad logp by the teacher's advantages, [S, N, G, L]."""
+    adv_QKL = gap(problem) + state_kl(problem) * (rule == "baseline")
+    if rule in ("prefix", "drift", "entropy"):
+        adv_QKL = adv_QKL * kept_tokens(problem, rule)
+    chance_QK = {"both": READ * TRAINED, "second": TRAINED}.get(rule, torch.ones_like(READ))
+    weight_SNG = steps.there_SNG / steps.look_up(chance_QK)
+    return weight_SNG[..., None] * steps.look_up(adv_QKL) / steps.completions
+
+
+LITERATURE |= {
+    "all tokens": (taught, "taught"),
+    "less the state's KL (vOPD)": (partial(taught, rule="baseline"), "taught"),
+    "drawn twice, weighed by both chances": (partial(taught, rule="both"), "drawn"),
+    "drawn twice, weighed by the second": (partial(taught, rule="second"), "drawn"),
+    "the first token (a prefix)": (partial(taught, rule="prefix"), "taught"),
+    "up to a drift (Prune-OPD)": (partial(taught, rule="drift"), "taught"),
+    "tokens of high entropy (TIP)": (partial(taught, rule="entropy"), "taught"),
+}
+
+
 def gradients_by(factor: Tensor, problem: Problem, steps: Steps) -> Tensor:
     """Compute the gradient of every step, [S, P]."""
     if factor.dim() == 3:
@@ -185,9 +245,8 @@ def problem_of(name: str) -> Problem:
     return make_problem(**PROBLEMS[name])
 
 
-def summary(problem: Problem, chance_R: Tensor, gradient_RP: Tensor, trained_RNG: Tensor) -> dict[str, float]:
+def summary(target_P: Tensor, chance_R: Tensor, gradient_RP: Tensor, trained_RNG: Tensor) -> dict[str, float]:
     """Compute scale, bias and variance, and the mean number of completions that have a gradient."""
-    target_P = problem.target()
     mean_P = chance_R @ gradient_RP
     scale = mean_P @ target_P / target_P.square().sum()
     size = scale.abs() * target_P.norm()
@@ -206,9 +265,14 @@ def summary(problem: Problem, chance_R: Tensor, gradient_RP: Tensor, trained_RNG
 def measure(row: Row) -> dict[str, float]:
     """Compute a row's figures."""
     problem = problem_of(row.problem)
+    target_P = problem.target()
     if isinstance(row.chosen, str):
         estimate, prompts = LITERATURE[row.chosen]
         steps = all_steps(problem, "on-policy", prompts)
+        if prompts in DISTILLED:
+            chance_QK1 = problem.logp_QKL.sum(dim=2).exp()[..., None]
+            pull_QKL = chance_QK1 * gap(problem) / len(chance_QK1)
+            target_P = torch.einsum("qkl,qklp->p", pull_QKL, problem.score_QKLP)
         factor = estimate(problem, steps)
         gradient_RP = gradients_by(factor, problem, steps)
         trained_RNG = factor != 0 if factor.dim() == 3 else (factor != 0).any(dim=3)
@@ -217,7 +281,7 @@ def measure(row: Row) -> dict[str, float]:
         steps = drawn.steps
         gradient_RP = gradients(problem, drawn, row.chosen)
         trained_RNG = drawn.keep_RNG & (drawn.adv_RNG != 0)
-    return summary(problem, steps.chance_S, gradient_RP, trained_RNG)
+    return summary(target_P, steps.chance_S, gradient_RP, trained_RNG)
 
 
 def each(field: str, names: Any) -> list[Row]:
@@ -234,6 +298,7 @@ def of_literature(*rules: str) -> list[Row]:
     return [Row(name, name) for name, (_, prompts) in LITERATURE.items() if prompts in rules]
 
 
+DISTILLED = ("taught", "drawn")
 FORMS = ("token", "sequence", "sum")
 KEPT = {"denominator": "kept"}
 CASES = [
@@ -266,6 +331,7 @@ TABLES = {
         *of_literature("all"),
     ],
     "Aborted rollouts": [Row("none aborted"), *of_literature("aborted", "threshold", "balance")],
+    "Distillation": of_literature(*DISTILLED),
     "Allocation": [
         Row("3 and 3"),
         *of_literature("ragged"),

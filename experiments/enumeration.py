@@ -56,7 +56,12 @@ GRADED = numbers([
 ])
 # Chances to go on, by what is seen: the first token. BELOW aborts if the mean reward behind it is below 0.3.
 GO_ON = numbers([[1, 0.4, 0.4, 0.4], [1, 0.7, 0.7, 0.7]])
+# A teacher, by logits that differ from the policy's, and the chances that it reads a completion, and that the
+# student then trains on it.
+TEACHER = numbers([0.8, -1.1, 1.0])
+READ, TRAINED = numbers([[0.3, 0.5, 0.9, 0.6]] * 2), numbers([[0.5, 0.8, 0.4, 1.0]] * 2)
 BELOW = numbers([[1, 0, 0, 0], [1, 1, 1, 1]])
+SURVIVAL = {"aborted": GO_ON, "threshold": BELOW, "drawn": READ * TRAINED}
 # What pruners of prompts read: the mean |A| of each prompt's newest group. The second is below their mean.
 HISTORY = Memory(
     size_K=numbers([0.6, 0.3]),
@@ -254,7 +259,7 @@ def all_steps(problem: Problem, behind: str, prompts: str) -> Steps:
     bernoulli, pps, rank  skipped by their history (prune.PROMPTS), not replaced
     refill       the next prompt of the data in place of one without differences, two in all: DAPO
     same refill  the same prompt anew until its rewards differ
-    aborted, threshold  completions go on with the probabilities GO_ON, or BELOW
+    aborted, threshold, drawn  completions survive with the probabilities of SURVIVAL
     ragged       groups of 2 and 4
     """
     if prompts == "ragged":
@@ -266,10 +271,8 @@ def all_steps(problem: Problem, behind: str, prompts: str) -> Steps:
         groups = [informative(problem, mixed)] * Q
     elif prompts == "same refill":
         groups = [informative(problem, group) for group in groups]
-    elif prompts == "aborted":
-        groups = [aborted_at(group, GO_ON) for group in groups]
-    elif prompts == "threshold":
-        groups = [aborted_at(group, BELOW) for group in groups]
+    elif prompts in SURVIVAL:
+        groups = [aborted_at(group, SURVIVAL[prompts]) for group in groups]
     elif prompts in SKIPPING:
         chances = zip(groups, *prompt_chances(prompts), strict=True)
         groups = [skipped_at(group, prob, weight) for group, prob, weight in chances]

@@ -2,6 +2,7 @@
 
     python experiments/toy_models.py toy hard talk    # `make toy`: 20, 2 and 1 minutes on one core
     python experiments/toy_models.py long_sums        # the court's testbed: 9 minutes
+    python experiments/toy_models.py teacher          # of compare_opd.py, into runs/: 3 minutes
 
 Problems and tokenizers come out the same, byte for byte; weights differ with the machine. MODELS says how
 each model is trained. They have 0.5M to 0.9M parameters in Qwen2's format, and do rarely what reinforcement
@@ -20,7 +21,16 @@ from typing import NamedTuple
 import torch
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
-from toy_tasks import ROOT, hard_texts, long_sums_texts, splits, talk_texts, toy_texts, write
+from toy_tasks import (
+    ROOT,
+    hard_texts,
+    long_sums_texts,
+    splits,
+    talk_texts,
+    teacher_texts,
+    toy_texts,
+    write,
+)
 from tqdm import trange
 
 sys.path.insert(0, str(ROOT))
@@ -73,6 +83,7 @@ MODELS = {
     "toy": Model("toy/model", toy_texts, 1300, 160, 2e-3, 1300),
     "hard": Model("toy/hard_model", hard_texts, 1000, 48, 3e-3, 600),
     "talk": Model("toy/talk_model", talk_texts, 400, 48, 1e-3, 400, goes_on=True),
+    "teacher": Model("runs/teacher", teacher_texts, 1000, 48, 3e-3, 1000),
     "long_sums": Model("experiments/long_sums/model", long_sums_texts, 1000, 48, 4e-3, 800, layers=2),
 }
 
@@ -175,5 +186,6 @@ if __name__ == "__main__":
     names = parser.parse_args().names
     dist.init("cpu")
     for name in names:
-        write(name, ROOT)
+        if name != "teacher":  # it has no problems of its own
+            write(name, ROOT)
         train(MODELS[name])

@@ -206,6 +206,15 @@ def hard_texts() -> Iterator[tuple[str, str]]:
     return ((line["question"], line["solution"]) for line, _ in hard_seen())
 
 
+def teacher_texts() -> Iterator[tuple[str, str]]:
+    """Problems of hard, equally many of each level, that no file of it has."""
+    rng, taken = random.Random(5), set().union(*splits("hard").values())
+    while True:
+        line, numbers = chain(rng, rng.choice(TASKS["hard"].levels))
+        if numbers not in taken or line["level"] == 1:
+            yield line["question"], line["solution"]
+
+
 def long_sums_texts() -> Iterator[tuple[str, str]]:
     """A quarter of the lines are wrong, so the answers to a problem differ in length, with a tail, and a
     model that sees that a line is wrong can mend it."""

@@ -266,15 +266,17 @@ def test_the_bench_of_the_verifier_asks_both_verifiers_and_survives():
 
 
 @pytest.mark.slow
-def test_the_bench_of_pruners_has_a_smaller_error_where_more_is_kept(monkeypatch, capsys):
+@pytest.mark.parametrize(("task", "more"), [("toy", []), ("opd", [f"teacher.path={ROOT}/toy/hard_model"])])
+def test_the_bench_of_pruners_has_a_smaller_error_where_more_is_kept(task, more, monkeypatch, capsys):
     bench, load = try_method.load(ROOT / "bench" / "prune.py"), config.load
-    monkeypatch.setattr(config, "load", lambda name, sets=(): load(name, [*sets, "rollout.prompts_per_step=2"]))
-    some = {"topk, group, kept mean", "pps surprise", "pps oracle", "prompts, pps"}
-    for name, value in {"DRAWS": 2, "ROLLOUTS": 2, "TASKS": {"toy": ("grpo_toy.yaml", {"early": 1})},
-                        "ARMS": {name: arm for name, arm in bench.ARMS.items() if name in some}}.items():
+    monkeypatch.setattr(config, "load", lambda name, sets=(): load(name, [*sets, "rollout.prompts_per_step=2", *more]))
+    some = {"topk, group, kept mean", "pps surprise", "pps oracle", "prompts, pps", "pps known", "pps nats"}
+    for name, value in {"DRAWS": 2, "ROLLOUTS": 2, "TASKS": {task: (bench.TASKS[task][0], {"early": 1})}}.items():
         monkeypatch.setattr(bench, name, value)
+    for table in ("ARMS", "ARMS_TAUGHT"):
+        monkeypatch.setattr(bench, table, {name: arm for name, arm in getattr(bench, table).items() if name in some})
     monkeypatch.setattr(dist, "close", lambda: None)  # the suite's own group
-    monkeypatch.setattr(sys, "argv", ["prune.py"])
+    monkeypatch.setattr(sys, "argv", ["prune.py", "--task", task])
     bench.main()
     results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
     assert len(results) == 4 * 5 + 1 and {line["when"] for line in results} == {"early"}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import claims
 import compare
-import compare_flight
+import compare_opd
 import kept_runs
 import numpy as np
 import pytest
@@ -331,16 +331,5 @@ def test_a_correlation_by_hand_and_a_verdict_that_two_arms_carry_is_none():
     assert len(errors) == 14 and sum(not claims.is_biased(name) for name in errors) == 7
 
 
-def test_results_quotes_differences_that_the_comparison_of_groups_in_flight_prints(capsys):
-    compare_flight.report(ROOT / "experiments" / "flight.jsonl.xz")
-    printed = capsys.readouterr().out
-    table = [line for line in section("Groups that go on: what they learn").splitlines() if line.startswith("| ")]
-    quoted = [cell for line in table for cell in line.split(" | ") if "[" in cell]
-    assert len(quoted) == 7 * 3 + 2 and not [cell for cell in quoted if cell not in printed]
-
-
-def test_every_arm_of_groups_in_flight_is_a_run_that_there_can_be():
-    for name in compare_flight.ARMS:
-        settings = compare_flight.run_of(name, 0).plain_settings()
-        offered = settings["steps"] * settings["rollout.prompts_per_step"]
-        assert offered == 135 * 16 and settings["steps"] * settings["update.minibatches"] == 135
+def test_every_arm_of_distillation_is_a_run_that_there_can_be():
+    assert len({str(compare_opd.run_of(name, 0).plain_settings()) for name in compare_opd.ARMS}) == 17

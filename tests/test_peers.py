@@ -6,13 +6,16 @@ rollout, the reference is another model again, some completions are cut and one 
 """
 
 import importlib.util
+from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, Doubled, as_rewards, gradients, toy_config
-from test_objectives import learner_on
+from conftest import ROOT, Doubled, as_batch, as_rewards, attend_alone, gradients, load, logp_alone, toy_config
+from test_objectives import TEACHER, learner_on
 from torch import Tensor
 
 import data
@@ -25,6 +28,7 @@ from infra.weights import read_tensors, weight_files
 from learner import Learner
 from model import hf_name
 from pack import Minibatch
+from prune import keep_all
 from records import Group, PromptDraw, Rolled, Sample
 
 pytestmark = [
@@ -243,3 +247,32 @@ def test_the_gradient_is_that_of_trls_trainer(name, step, tmp_path):
     off = apart(ours, theirs)
     worst = max(off, key=off.get)
     assert off[worst] < BOUND, (worst, off[worst])
+
+
+def test_distillation_has_the_gradient_of_trls_loss_of_sampled_tokens(step, tmp_path):
+    """IW-OPD, whose gamma of 0 leaves the teacher's log-prob less the rollout's, and the mean over tokens."""
+    from trl.experimental.iw_opd.iw_opd_trainer import IWOPDTrainer
+    cfg = toy_config(tmp_path / "run", f"model.path={step.folder}", f"teacher={{path: {TEACHER}, keep: null}}",
+                     "prune.completions.kind=none", "loss.trust.kind=none", name="opd_toy.yaml")
+    learner, now = learner_on(step.folder, cfg), load(step.folder, torch.float64)
+    groups, ones_NG = with_engine(step, learner), torch.ones(N, G)
+    weighed = update.minibatch(learner, as_batch(groups, ones_NG, keep_all(ones_NG)), list(range(N)))
+    prepared = update.prepare_rows(learner, weighed, learner.rows(weighed), extra_pass=False)
+    for model in (learner.policy, now):
+        put(model, step.moved)
+    update.add_gradients(learner, weighed, prepared, unmoved=False)
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    logits, tokens, given, own = [], [], [], []
+    for of, sample in ((group, s) for group in groups for s in group.samples):
+        ids, first = torch.tensor([*of.prompt.ids, *sample.ids]), len(of.prompt.ids)
+        logits.append((now.hidden(ids, torch.arange(len(ids)), attend_alone) @ now.head_VD.T)[first - 1:-1])
+        tokens.append(ids[first:])
+        given.append(logp_alone(load(TEACHER, torch.float64), of, sample).detach())
+        own.append(torch.tensor(sample.logp.tolist()))
+    trl = SimpleNamespace(temperature=1.0, iw_opd_gamma=0.0, iw_opd_epsilon=1e-8, model=now, _metrics=defaultdict(
+        lambda: defaultdict(list)))
+    IWOPDTrainer._compute_iw_opd_loss(trl, pad(logits), pad(tokens), pad(tokens, padding_value=-100), pad(given),
+                                      pad(own)).backward()
+    expected = gradients(now)
+    for name, grad in gradients(learner.policy).items():
+        assert (grad - expected[name]).abs().max() < BOUND * expected[name].abs().max(), name

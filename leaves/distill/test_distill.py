@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TOY, attend_alone, gradients, make_groups, steps_of, toy_config, weights, write_tiny
-from outcomes import ADV_NG, EXACT, LENGTHS, Step, combs, distance, mean_of, outcomes
+from outcomes import ADV_NG, EXACT, Step, combs, distance, mean_of, outcomes
 from test_invariance import on_ranks, trained_unchecked
 from test_objectives import TEACHER, Case, learner_on
 from torch import Tensor
@@ -111,22 +111,6 @@ def test_over_both_draws_the_mean_is_the_full_gradient_and_neither_weight_may_be
     assert distance(mean_of(drawn, gradient), full) < EXACT
     assert distance(mean_of(drawn, lambda first, second: gradient(unweighted(first), second)), full) > 0.01
     assert distance(mean_of(drawn, lambda first, second: gradient(first, unweighted(second))), full) > 0.01
-
-
-def test_tokens_before_a_random_cut_have_the_advantages_that_they_have_in_whole_completions(tiny, tmp_path):
-    step = Twice(tiny, tmp_path / "run")
-    advantages = []
-    for count in (9, 2):
-        groups = [Group(group.prompt, tuple(s.first(min(count, s.length)) for s in group.samples))
-                  for group in step.groups]
-        ones_NG = torch.ones_like(ADV_NG)
-        weighed = Minibatch(groups, ones_NG.bool(), ADV_NG, ones_NG, ADV_NG)
-        rows = update.prepare_rows(step.learner, weighed, step.learner.rows(weighed), False)
-        advantages.append({place: adv_C for given in rows for place, adv_C in zip(
-            given.row.members, given.adv_C.split(given.row.segment_C.bincount().tolist()), strict=True)})
-    for (n, g), cut_C in advantages[1].items():
-        assert len(cut_C) == min(2, LENGTHS[n][g])
-        torch.testing.assert_close(cut_C, advantages[0][n, g][:2][:len(cut_C)])
 
 
 def test_a_teacher_of_other_tokens_is_refused_by_the_first_and_one_of_a_padded_vocabulary_is_not(tmp_path):

@@ -10,7 +10,6 @@ import torch
 from conftest import TOY, load, steps_of, toy_config, weights
 from test_rollout import spec
 
-import config
 import rollout
 import train
 from infra.choices import resolve_auto
@@ -161,14 +160,3 @@ def test_auto_takes_the_engine_that_has_drafts_and_counts_their_keys(tmp_path):
     parts, without = (counts.sampling_parts(c, shape) for c in (
         with_drafts, replace(with_drafts, rollout=replace(with_drafts.rollout, drafts=False))))
     assert parts["KV cache"] == 2 * without["KV cache"]
-
-
-@pytest.mark.slow
-def test_the_experiment_samples_the_same_completions_twice(monkeypatch, capsys):
-    import speculation
-    true_load = config.load
-    monkeypatch.setattr(config, "load", lambda name, sets: true_load(
-        name, [*sets, "data.limit=4", "rollout.prompts_per_step=4", "rollout.group_size=4"]))
-    row, = speculation.by_epoch(speculation.run(2, 8))
-    assert (row["epoch"], row["same"]) == ("2", "16 of 16")
-    assert 0 < row["drafted"] <= 1 and 0 < row["by ratio"] <= 1 and row["with"] > 0
