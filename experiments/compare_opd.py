@@ -55,7 +55,8 @@ def report() -> None:
 
 
 def run_of(name: str, seed: int) -> Run:
-    return Run(name.replace("/", "of"), ARMS[name], RATE, seed, recipe=str(RECIPE), again=AGAIN if name == "whole" else None)
+    again = AGAIN if name == "whole" else None
+    return Run(name.replace("/", "of"), ARMS[name], RATE, seed, recipe=str(RECIPE), again=again)
 
 
 def experiment() -> None:
