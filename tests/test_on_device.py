@@ -29,6 +29,7 @@ RUNS = {
     "madpo_toy": [],
     "calculator_toy": [],
     "flight_toy": ["steps=2"],
+    "opd_toy": [f"teacher.path={TOY.parent}/hard_model"],
     "cppo_toy": ["optim.offload=true", "model.checkpoint_blocks=all"],
 }
 # Of the run below, its checks and evaluations too: a token sampled waits twice, an update twice, sums once.
