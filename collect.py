@@ -15,7 +15,16 @@ from config import Config, ConfigError, Prune, Reward, Rollout, has_reference
 from data import Tokenizer
 from history import sample_seed
 from infra import dist
-from prune import COMPLETIONS, Candidates, draw_cuts, keep_all, next_round_size, rewards_of_kept
+from prune import (
+    COMPLETIONS,
+    Candidates,
+    draw_cuts,
+    gradient_size,
+    keep_all,
+    next_round_size,
+    predicted_error,
+    rewards_of_kept,
+)
 from records import Batch, Group, PromptDraw, Request, Rewards, Rolled, Sample, frozen
 from reward import list_components, own_rewards, reward_range, score
 from rollout import Engine
@@ -211,7 +220,9 @@ def choose(rolled: Rolled, selection: Selection, seed: int, epoch: int = 0) -> B
     settings = prune.completions
     candidates = Candidates(
         adv_NG, groups, selection.normalize, selection.advantage_only, seed, weight_N1, reward_NG)
-    drawn = COMPLETIONS[settings.kind](candidates, settings) if groups else keep_all(adv_NG)
+    drawn, error = COMPLETIONS[settings.kind](candidates, settings) if groups else keep_all(adv_NG), None
+    if groups and hasattr(settings, "error"):
+        error = predicted_error(gradient_size(candidates, "surprise", by_cost=False), drawn.prob_NG)
     counts_NG = ~reward_NG.isnan()
     pruned = replace(
         drawn,
@@ -228,9 +239,8 @@ def choose(rolled: Rolled, selection: Selection, seed: int, epoch: int = 0) -> B
     tokens = None
     if prune.tokens.kind != "none":
         tokens = draw_cuts(groups, prune.tokens, dist.seed_for(seed, "tokens"))
-    correct_NG = graded_NG[chosen] == 1
-    return Batch(draws, groups, reward_NG, correct_NG, adv_NG, pruned, places, offered, seed, tokens,
-                 selection.advantage_only)
+    return Batch(draws, groups, reward_NG, graded_NG[chosen] == 1, adv_NG, pruned, places, offered, seed,
+                 tokens, selection.advantage_only, error)
 
 
 def choose_groups(rolled: Rolled, selection: Selection) -> tuple[list[int], list[int], int]:

@@ -30,7 +30,7 @@ from config import Config, Reward
 from data import Task, load_problems, to_prompts
 from infra import dist
 from infra.device import engine_spec, find_device, fit_engine
-from infra.figures import require_sizes, results_table, summarise
+from infra.figures import results_table, summarise
 from infra.rows import all_have_answers
 from infra.signals import exit_status
 from infra.tokenizer import Tokenizer
@@ -102,7 +102,7 @@ def evaluate(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, sampling: 
              progress: str | None = None) -> dict:
     """Sample and judge sampling.n answers to every problem, spread over the ranks; all get `summarise`."""
     problems = answer_problems(engine, tokenizer, held_out, sampling, progress)
-    return summarise(problems, bounds=held_out.bounds)
+    return summarise(problems, held_out.bounds)
 
 
 def answer_problems(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, sampling: Sampling,
@@ -229,7 +229,7 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, star
         from infra import results
 
         head = dist.on_first(results.describe_result, cfg, sampling, spec, tokenizer, sets)
-        if finished := results.read_finished(out, head, args.k):
+        if finished := results.read_finished(out, head):
             return finished
         store = results.Store(out, head, ROUNDS_BETWEEN_WRITES * cfg.rollout.slots * dist.world_size())
     engine = start_or_keep(started, engine_name, spec, cfg.model.path)
@@ -239,7 +239,7 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, star
     for s in sets:
         progress = s.name if dist.rank() == 0 else None
         problems = answer_problems(engine, tokenizer, s, sampling, progress, store)
-        summaries[s.name] = summarise(problems, args.k, s.bounds)
+        summaries[s.name] = summarise(problems, s.bounds)
     result = {"head": head, "results": summaries}
     if store:
         store.finish(result)
@@ -256,7 +256,6 @@ def evaluate_models(args: argparse.Namespace) -> None:
         raise ConfigError("--model must be given: a Hugging Face folder, a checkpoint or a hub name")
     if not cfg.data.eval:
         raise ConfigError("--data must be given: sets separated by commas, or a --config that has some")
-    require_sizes(args.k, cfg.eval.n)
     models = list(dict.fromkeys(path for text in args.model for path in matching(text, "--model")))
     outs = [None] * len(models)
     if args.out:

@@ -67,6 +67,8 @@ def rollout_metrics(rolled: Rolled, batch: Batch) -> Metrics:
         "prune/weight_max": max(weight_NG.flatten().tolist(), default=0.0),
         "prune/ess": (weight_NG.sum() ** 2 / weight_NG.square().sum()).nan_to_num().item(),
     }
+    if batch.error is not None:
+        metrics["prune/error"] = batch.error
     if tokens:
         nats = sum(sum(s.logp[s.fresh_from:]) for s in samples)
         metrics["rollout/entropy"] = -nats / tokens

@@ -9,6 +9,7 @@ Dimension key:  N groups in one step,  G completions per group,  K items to draw
 L tokens of one completion.
 """
 
+from bisect import bisect_left
 from dataclasses import replace
 
 import torch
@@ -20,6 +21,7 @@ from settings import kinds
 SIZE_FLOOR = 0.1  # smallest size over the mean size, for a completion of advantage 0 with a KL term
 LEAST_SURPRISE = 0.01  # of a token: one that the engine was sure of may have a gradient in the trainer
 SLACK = 1 - 1e-5  # factor on a mean: equal sizes are not below it, however their sum is rounded
+MOST_DROPPED = 0.99  # chance: of items whose norms are guessed to be 0 too
 RELATIVE_ZERO = 1e-12  # a size below so much of the largest is a rounding error, and counts as 0
 LARGER, TINY = 1 + 1e-9, 1e-12  # equal variances are not larger, however they are rounded
 
@@ -97,11 +99,39 @@ def below_mean(adv_NG: Tensor, drop_prob: float) -> Tensor:
     return (1 - drop_prob * small_NG.to(adv_NG.dtype)).masked_fill(adv_NG.isnan(), 0.0)
 
 
-def bernoulli(adv_NG: Tensor, drop_prob: float, seed: int) -> Pruned:
+def bernoulli(candidates: Candidates, drop_prob: float | None, error: float | None) -> Pruned:
     """Drop completions at random by `below_mean`: Dynamic Pruning (arXiv:2603.04135) as proved. Unbiased."""
+    adv_NG, seed = candidates.adv_NG, candidates.seed
+    if drop_prob is None:
+        norm_NG = gradient_size(candidates, "surprise", by_cost=False)
+        drop_prob = drop_within(norm_NG, below_mean(adv_NG, 1.0) == 0, error)
     prob_NG = below_mean(adv_NG, drop_prob)
     uniform_NG = torch.rand(adv_NG.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return thin(prob_NG, uniform_NG < prob_NG)
+
+
+def predicted_error(norm_K: Tensor, prob_K: Tensor) -> float:
+    """Predict the squared error of a draw over the squared norm of the full gradient, from the norms of its
+    terms: sum s^2 (1/p - 1) / sum s^2. It is exact for terms at right angles, and if the norms are guessed
+    it is a guess. A gradient of this error has 1 + e times the mean square.
+    """
+    square_K, drawn_K = norm_K.square(), prob_K > 0
+    lost_K = square_K[drawn_K] * (1 / prob_K[drawn_K] - 1)
+    return (lost_K.sum() / square_K.sum()).nan_to_num().item()
+
+
+def fewest(size_K: Tensor, norm_K: Tensor, error: float) -> int:
+    """Find the fewest draws in proportion to size with a `predicted_error` of at most `error`."""
+    counts = range(1, max(1, int((size_K > 0).sum())) + 1)
+    return counts[bisect_left(
+        counts, True, key=lambda n: predicted_error(norm_K, inclusion(size_K, n)) <= error)]
+
+
+def drop_within(norm_K: Tensor, small_K: Tensor, error: float) -> float:
+    """Find the largest chance to drop the small ones with a `predicted_error` of at most `error`."""
+    square_K = norm_K.square()
+    odds = error * square_K.sum() / square_K[small_K].sum()
+    return (odds / (1 + odds)).nan_to_num(nan=0.0).clamp(max=MOST_DROPPED).item()
 
 
 def gradient_size(candidates: Candidates, size: str, by_cost: bool) -> Tensor:
@@ -166,7 +196,17 @@ def similar_order(candidates: Candidates) -> Tensor:
     return torch.tensor(sorted(range(candidates.adv_NG.numel()), key=place))
 
 
-def pps(size_NG: Tensor, order_K: Tensor, keep: int, scope: str, seed: int) -> Pruned:
+def pps_by(candidates: Candidates, settings: kinds.Pps) -> Pruned:
+    """Draw by `pps` as many as settings.keep says, or as few as settings.error allows in the whole step."""
+    size_NG = gradient_size(candidates, settings.size, settings.by_cost)
+    keep, scope = settings.keep, settings.scope
+    if keep is None:
+        norm_NG = gradient_size(candidates, settings.size, by_cost=False)
+        keep, scope = fewest(size_NG.flatten(), norm_NG.flatten(), settings.error) / len(size_NG), "batch"
+    return pps(size_NG, similar_order(candidates), keep, scope, candidates.seed)
+
+
+def pps(size_NG: Tensor, order_K: Tensor, keep: float, scope: str, seed: int) -> Pruned:
     """Sample with probability proportional to size: exactly `keep` completions of each group, or `keep` x N
     of the step, and fewer only if fewer have a size above 0. CPPO's fixed cost with Dynamic Pruning's
     unbiasedness.
@@ -175,7 +215,7 @@ def pps(size_NG: Tensor, order_K: Tensor, keep: int, scope: str, seed: int) -> P
     """
     generator = torch.Generator().manual_seed(seed)
     rows = size_NG if scope == "group" else size_NG.flatten()[None]
-    count = keep if scope == "group" else keep * len(size_NG)
+    count = keep if scope == "group" else round(keep * len(size_NG))
     prob = torch.stack([inclusion(row, count) for row in rows])
     kept = []
     for row, order in zip(prob, order_K.view(rows.shape) % rows.shape[1], strict=True):
@@ -276,10 +316,8 @@ COMPLETIONS = {
     "none": lambda given, settings: keep_all(given.adv_NG),
     "topk": lambda given, settings: keep_largest(given.adv_NG, settings.keep, settings.scope),
     "bottom": lambda given, settings: drop_bottom(given.adv_NG, settings.drop_prob),
-    "bernoulli": lambda given, settings: bernoulli(given.adv_NG, settings.drop_prob, given.seed),
-    "pps": lambda given, settings: pps(
-        gradient_size(given, settings.size, settings.by_cost), similar_order(given), settings.keep,
-        settings.scope, given.seed),
+    "bernoulli": lambda given, settings: bernoulli(given, settings.drop_prob, settings.error),
+    "pps": pps_by,
     "pods": lambda given, settings: keep_marked(max_variance(given.reward_NG, settings.keep), given.adv_NG),
     "variance": lambda given, settings: keep_marked(
         most_variance(given.reward_NG, settings.share, settings.slack), given.adv_NG),
@@ -343,12 +381,15 @@ class Memory:
     rows: list[dict]  # of the data file
 
 
-def bernoulli_prompts(memory: Memory, drop_prob: float) -> Tensor:
+def bernoulli_prompts(memory: Memory, drop_prob: float | None, error: float | None = None) -> Tensor:
     """Compute each prompt's probability of a rollout, [K]: 1 - drop_prob for a size below the mean, else 1,
     also for a prompt never rolled out. Dynamic Pruning (arXiv:2603.04135) at the prompt level, reconstructed:
     the sources say that prompts of low historical advantage are skipped, but not the limit.
     """
-    return 1 - drop_prob * (memory.size_K < memory.mean * SLACK).double()
+    small_K = memory.size_K < memory.mean * SLACK
+    if drop_prob is None:
+        drop_prob = drop_within(memory.size_K.nan_to_num(nan=memory.mean), small_K, error)
+    return 1 - drop_prob * small_K.double()
 
 
 def skip_lowest(memory: Memory, drop_prob: float, max_skips: int) -> Tensor:
@@ -364,7 +405,8 @@ def skip_lowest(memory: Memory, drop_prob: float, max_skips: int) -> Tensor:
     return (keep_K | free_K).double()
 
 
-def proportional_prob(size_K: Tensor, share: float, floor: float) -> Tensor:
+def proportional_prob(size_K: Tensor, share: float | None, floor: float, error: float | None = None,
+                      ) -> Tensor:
     """Compute each prompt's probability of a rollout, [K], in proportion to its size, the mean |A| of its
     newest group: with 0/1 rewards over their deviation that is 2 sqrt(p (1 - p)), p the share of right ones.
 
@@ -377,7 +419,8 @@ def proportional_prob(size_K: Tensor, share: float, floor: float) -> Tensor:
         return prob_K
     size_S = size_K[seen_K]
     floored_S = size_S.clamp(min=floor * size_S.mean()) if size_S.any() else torch.ones_like(size_S)
-    prob_K[seen_K] = inclusion(floored_S, share * len(size_S))
+    count = share * len(size_S) if share else fewest(floored_S, floored_S, error)
+    prob_K[seen_K] = inclusion(floored_S, count)
     return prob_K
 
 
@@ -413,8 +456,9 @@ def next_round_size(missing: int, flat_share: float, largest: int) -> tuple[int,
 # prune.prompts.kind -> function of the memory and of that section of the config: probability [K] of a rollout
 PROMPTS = {
     "none": lambda memory, settings: torch.ones_like(memory.size_K),
-    "bernoulli": lambda memory, settings: bernoulli_prompts(memory, settings.drop_prob),
+    "bernoulli": lambda memory, settings: bernoulli_prompts(memory, settings.drop_prob, settings.error),
     "rank": lambda memory, settings: skip_lowest(memory, settings.drop_prob, settings.max_skips),
-    "pps": lambda memory, settings: proportional_prob(memory.size_K, settings.share, settings.floor),
+    "pps": lambda memory, settings: proportional_prob(
+        memory.size_K, settings.share, settings.floor, settings.error),
     "greso": lambda memory, settings: greso_prob(memory.easy_K, memory.hard_K, memory.explore),
 }

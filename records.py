@@ -254,6 +254,7 @@ class Batch:
     seed: int            # of the draw of completions
     tokens: list[list[Tensor]] | None = None  # weights of each one's tokens before its cut (prune.py)
     advantage_only: bool = False  # the loss has no other gradient, so an advantage of 0 has none
+    error: float | None = None    # prune.predicted_error of the draw of completions, if it weighs them
 
     @property
     def trained_NG(self) -> Tensor:

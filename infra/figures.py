@@ -5,7 +5,6 @@ Dimension key:  N problems.
 
 from statistics import fmean
 
-from settings.loader import ConfigError
 from verify.statistics import bounded_interval, majority_at, pass_at, vote, wilson
 
 Results = dict[str, dict]  # the summary of each set, or the result of each model
@@ -15,11 +14,11 @@ SCORES = {"accuracy": ("low", "high"), "reward": ("reward_low", "reward_high")} 
 SHARES = ("lenient", "last_number", "pass", "majority", "truncated", "unparsed")  # columns, in percent
 
 
-def summarise(problems: list[dict], sizes: list[int] | None = None, bounds: Bounds | None = None) -> dict:
+def summarise(problems: list[dict], bounds: Bounds | None = None) -> dict:
     """Summarise n responses to each problem: accuracies if they are graded, rewards if `bounds` are given.
 
     A problem without any reward is left out of the mean reward. length is in tokens; groups holds accuracies,
-    or else rewards, by level and by subject. Raises ConfigError for a k of pass@k (`sizes`) above n.
+    or else rewards, by level and by subject.
     """
     n = len(problems[0]["responses"])
     responses = [response for problem in problems for response in problem["responses"]]
@@ -31,7 +30,7 @@ def summarise(problems: list[dict], sizes: list[int] | None = None, bounds: Boun
         result |= summarise_scores(scored, value_N, n, bounds) | {"reward_range": bounds}
     if "verdict" in responses[0]:
         value_N = [count_right(p) / n for p in problems]
-        result |= summarise_scores(problems, value_N, n) | summarise_verdicts(problems, responses, sizes)
+        result |= summarise_scores(problems, value_N, n) | summarise_verdicts(problems, responses)
     return result | {"count": len(problems), "problems": problems}
 
 
@@ -56,15 +55,14 @@ def mean_figures(value_N: list[float], n: int, bounds: Bounds | None) -> dict:
     return {kind: fmean(value_N), "count": len(value_N)} | dict(zip(SCORES[kind], ends, strict=True))
 
 
-def summarise_verdicts(problems: list[dict], responses: list[dict], sizes: list[int] | None) -> dict:
-    """Summarise the graded responses to problems, for these sizes k, or the powers of 2 up to n, and for n.
+def summarise_verdicts(problems: list[dict], responses: list[dict]) -> dict:
+    """Summarise the graded responses to problems, for the sizes k of the powers of 2 up to n, and for n.
 
     last_number counts a response with a right last number, lenient also one with a right marked answer. pass
     and majority are {k: value}, majority over blocks of k responses.
     """
     n = len(problems[0]["responses"])
-    require_sizes(sizes, n)
-    sizes = sorted({*(sizes or (2 ** i for i in range(n.bit_length()))), n})
+    sizes = sorted({*(2 ** i for i in range(n.bit_length())), n})
     right_N = list(map(count_right, problems))
     votes_N = [list(map(vote, problem["responses"])) for problem in problems]
     return {
@@ -72,13 +70,6 @@ def summarise_verdicts(problems: list[dict], responses: list[dict], sizes: list[
         "pass": {str(k): fmean(pass_at(k, right, n) for right in right_N) for k in sizes},
         "majority": {str(k): fmean(majority_at(k, votes) for votes in votes_N) for k in sizes},
         **{key: fmean(r["verdict"] == key for r in responses) for key in ("unparsed", "timed_out")}}
-
-
-def require_sizes(sizes: list[int] | None, n: int) -> None:
-    """Raise ConfigError for a k of pass@k that n answers to each problem do not allow."""
-    if sizes and not 1 <= min(sizes) <= max(sizes) <= n:
-        raise ConfigError(f"--k must hold numbers in 1..{n}, the answers to each problem (eval.n), not "
-                          f"{sizes}")
 
 
 def count_right(problem: dict) -> int:

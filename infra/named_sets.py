@@ -1,7 +1,5 @@
-"""Find data files, and read the data sets that have a name: published ones, from a folder or the hub, and
-generated sums."""
+"""Find data files, and read published data sets that have a name, from a folder or the hub."""
 
-import random
 import re
 from pathlib import Path
 
@@ -10,18 +8,15 @@ from settings.loader import ConfigError, in_short, meant, read
 from settings.paths import PLACES, find_path, matching, searched
 
 NAMED_SETS = read(Path(__file__).with_suffix(".yaml"))  # name -> problems, file in data.dir, name on the hub
-SUMS = 300  # problems of a generated set
-GENERATED = re.compile(r"sums-\d+")
 CHOICES = (f"give a .jsonl, .json, .csv, .tsv or .parquet file, a folder or pattern of them, one of "
-           f"{', '.join(NAMED_SETS)}, sums-SEED for generated sums, or a hub name such as "
-           "openai/gsm8k:main:train")
+           f"{', '.join(NAMED_SETS)}, or a hub name such as openai/gsm8k:main:train")
 
 
 def find_files(name: str, folder: str | None) -> list[Path]:
-    """List the files of a set: one, a folder's, those of a pattern, or a named set's in `folder`; none for
-    generated sums and for a set of the hub. Raises ConfigError if there is no such set."""
+    """List the files of a set: one, a folder's, those of a pattern, or a named set's in `folder`; none for a
+    set of the hub. Raises ConfigError if there is no such set."""
     named = NAMED_SETS.get(name)
-    if GENERATED.fullmatch(name) or (named and not folder):
+    if named and not folder:
         return []
     file = str(Path(folder, named[1])) if named else name
     if name and find_path(file).is_dir():
@@ -47,11 +42,8 @@ def find_files(name: str, folder: str | None) -> list[Path]:
 
 
 def read_named(name: str) -> Rows:
-    """Yield a place and the row for each row of generated sums, or of a set on the hub, a named one or
-    "user/set:config:split". Raises ConfigError."""
-    if GENERATED.fullmatch(name):
-        yield from generate_sums(name)
-        return
+    """Yield a place and the row for each row of a set on the hub, a named one or "user/set:config:split".
+    Raises ConfigError."""
     import datasets  # slow to import, and needed for names only
 
     name, config, split = NAMED_SETS.get(name, [0, "", name])[2].split(":")
@@ -62,21 +54,3 @@ def read_named(name: str) -> Rows:
                           f"{in_short(error)}. Set data.dir to a folder with the files, or give a "
                           "path.") from error
     yield from ((f"{name}: row {i}", row) for i, row in enumerate(rows))
-
-
-def generate_sums(name: str) -> Rows:
-    """Generate the set "sums-SEED": SUMS problems of 2 to 7 numbers, which no text held before somebody chose
-    the seed. `level` counts the numbers."""
-    draw = random.Random(name)
-    for i in range(SUMS):
-        total, term = 0, draw.randint(2, 99)
-        text, level = f"{term}", 2 + i % 6
-        for _ in range(level - 1):
-            sign, number = draw.choice("+-+-*"), draw.randint(2, 99)
-            text += f" {sign} {number}"
-            if sign == "*":
-                term *= number
-            else:
-                total, term = total + term, number if sign == "+" else -number
-        row = {"question": f"Compute {text}.", "answer": str(total + term), "level": level}
-        yield f"{name}: row {i}", row

@@ -146,7 +146,7 @@ def require_same_head(path: Path, old: dict, new: dict) -> None:
 
 # ---- reading results
 
-def read_finished(out: Path, head: dict, sizes: list[int] | None) -> dict | None:
+def read_finished(out: Path, head: dict) -> dict | None:
     """Read a result that is complete, and summarise it anew; None without one. Collective.
 
     Raises ConfigError if it was made with other settings.
@@ -157,7 +157,7 @@ def read_finished(out: Path, head: dict, sizes: list[int] | None) -> dict | None
         print(f"{out} is complete; nothing is sampled again", file=sys.stderr)
         with blame_file(out):
             return {"head": head, "results": {
-                name: summarise(old["problems"], sizes, old.get("reward_range"))
+                name: summarise(old["problems"], old.get("reward_range"))
                 for name, old in stored["results"].items()}}
     return None
 

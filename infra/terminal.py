@@ -56,7 +56,6 @@ def of_eval(text: str | None) -> argparse.Namespace:
     add("--data-dir", help="folder with the files of named sets (data.dir)")
     add_config(parser, "The config of a run, or eval/*.yaml; without it eval/default.yaml")
     add_settings(parser)
-    add("--k", type=counts, help="the k of pass@k and majority@k, separated by commas (1,2,4,...,eval.n)")
     add("--seed", type=int, default=0, help="of the samples, at a temperature above 0")
     add("--out", type=user_path, help="JSON with settings, scores and responses; of several models a folder")
     return parser.parse_args()
@@ -67,10 +66,6 @@ def count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return number
-
-
-def counts(text: str) -> list[int]:
-    return list(map(int, text.split(",")))
 
 
 def print_progress(text: str) -> None:

@@ -95,13 +95,16 @@ class Bottom:
 @kind("bernoulli")
 class Bernoulli:
     """Dynamic Pruning as proved (arXiv:2603.04135): drop small |A| at random, weigh up the kept. Unbiased."""
-    drop_prob: DropProb            # of a completion with an |advantage| below its group's mean
+    drop_prob: DropProb | None = None  # of a completion with an |advantage| below its group's mean
+    error: Positive | None = None  # in its place: as likely as this predicted error of the gradient allows
 
 
 @kind("pps")
 class Pps:
     """Draw a given number with probability in proportion to size, and weigh by its inverse. Unbiased."""
-    keep: KeepCount                     # per group, of rollout.group_size
+    keep: KeepCount | None = None       # per group, of rollout.group_size
+    # in its place: the fewest of the whole step with this predicted error of its gradient, over its square
+    error: Positive | None = None
     scope: Literal["group", "batch"] = "group"  # batch: keep x groups of the whole step
     # |advantage|, or the gradient's norm, guessed from log-probs, as if a teacher's too, or from the length
     size: Literal["adv", "surprise", "nats", "length"] = "surprise"
@@ -138,7 +141,8 @@ class AllPrompts(Draw):
 @kind("bernoulli")
 class BernoulliPrompts(Draw):
     """Dynamic Pruning as proved (arXiv:2603.04135): skip small |A| at random, weigh up the kept. Unbiased."""
-    drop_prob: DropProb            # of a prompt with a mean |advantage| below the average prompt's
+    drop_prob: DropProb | None = None  # of a prompt with a mean |advantage| below the average prompt's
+    error: Positive | None = None  # in its place: as likely as this predicted error allows
 
 
 @kind("rank")
@@ -161,7 +165,8 @@ class Greso(Draw):
 class ProportionalPrompts(Draw):
     """Roll out with probability in proportion to the mean |advantage| of the newest group. Unbiased."""
     # of the prompts rolled out before, how many are expected to be again
-    share: Share
+    share: Share | None = None
+    error: Positive | None = None  # in its place: the fewest with this predicted error
     floor: Share = 0.1  # least size of a prompt, over their mean
 
 

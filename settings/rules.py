@@ -127,8 +127,14 @@ def size_rules(cfg: Any) -> Iterator[Rule]:
            f"at least 2 with advantage.kind={cfg.advantage.kind}, which compares completions of one prompt")
     yield ("update.minibatches", N % cfg.update.minibatches == 0,
            f"a divisor of {N} (rollout.prompts_per_step): a mini-batch holds whole groups")
-    yield ("prune.completions.keep", getattr(cfg.prune.completions, "keep", 0) <= G,
+    yield ("prune.completions.keep", (getattr(cfg.prune.completions, "keep", 0) or 0) <= G,
            f"in 1..{G} (rollout.group_size); to train on all set prune.completions.kind=none")
+    for part in ("completions", "prompts"):
+        own = getattr(cfg.prune, part)
+        if hasattr(own, "error"):
+            name = next(name for name in ("keep", "drop_prob", "share") if hasattr(own, name))
+            yield (f"prune.{part}.{name}", (getattr(own, name) is None) != (own.error is None),
+                   f"null if prune.{part}.error is set, and a number if not")
     for part, kind, count, whole in (("completions", "bottom", G, "drop one of {} (rollout.group_size)"),
                                      ("prompts", "rank", N, "skip one of {} (rollout.prompts_per_step)")):
         prune = getattr(cfg.prune, part)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace as Having
 
 import pytest
 import torch
@@ -269,8 +269,7 @@ def test_distillation_has_the_gradient_of_trls_loss_of_sampled_tokens(step, tmp_
         tokens.append(ids[first:])
         given.append(logp_alone(load(TEACHER, torch.float64), of, sample).detach())
         own.append(torch.tensor(sample.logp.tolist()))
-    trl = SimpleNamespace(temperature=1.0, iw_opd_gamma=0.0, iw_opd_epsilon=1e-8, model=now, _metrics=defaultdict(
-        lambda: defaultdict(list)))
+    trl = Having(temperature=1, iw_opd_gamma=0, iw_opd_epsilon=1e-8, model=now, _metrics={"train": defaultdict(list)})
     IWOPDTrainer._compute_iw_opd_loss(trl, pad(logits), pad(tokens), pad(tokens, padding_value=-100), pad(given),
                                       pad(own)).backward()
     expected = gradients(now)

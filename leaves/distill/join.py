@@ -33,7 +33,7 @@ from metrics import Clock
 from model import Decoder
 from pack import Minibatch
 from policy import Weights, hash_weights
-from prune import LEAST_SURPRISE, SIZE_FLOOR, pps
+from prune import LEAST_SURPRISE, SIZE_FLOOR, fewest, pps
 from records import Group, Metrics, PreparedRow, Rewards, Rolled, lengths
 
 COLUMNS = ("adv_C", "ref_logp_C", "old_logp_C", "factor_C")  # of a prepared row
@@ -87,7 +87,7 @@ class Teacher:
     """The teacher, and sums over the rows that it has read on this rank in a step."""
 
     def __init__(self, model: Decoder, cfg: Config):
-        self.model, self.settings, self.keep = model, cfg.advantage, cfg.teacher.keep
+        self.model, self.settings, self.again = model, cfg.advantage, cfg.teacher
         self.clock, self.sums = Clock(), Counter()
 
     @torch.no_grad()
@@ -105,7 +105,8 @@ class Teacher:
                 n_S, g_S = torch.tensor(row.members).T
                 own_C = own_NG[n_S, g_S].to(gap_C)[row.segment_C]
                 changed.append(replace(given, adv_C=gap_C.clamp(-bound, bound) + own_C))
-        return self.draw(learner, minibatch, changed) if self.keep and prepared else changed
+        drawn_again = (self.again.keep or self.again.error) and prepared
+        return self.draw(learner, minibatch, changed) if drawn_again else changed
 
     def draw(self, learner: Learner, minibatch: Minibatch, prepared: list[PreparedRow],
              ) -> list[PreparedRow]:
@@ -118,7 +119,10 @@ class Teacher:
             size_NG[place] = size_T.norm()
         # No weight makes up for a candidate that is never kept, and the loss may have a KL.
         size_NG = size_NG.clamp(min=SIZE_FLOOR * size_NG[read_NG].mean() + 1e-30) * read_NG
-        drawn = pps(size_NG, torch.arange(size_NG.numel()), self.keep, "batch", minibatch.seed)
+        keep = self.again.keep
+        if keep is None:
+            keep = fewest(size_NG.flatten(), size_NG.flatten(), self.again.error) / len(size_NG)
+        drawn = pps(size_NG, torch.arange(size_NG.numel()), keep, "batch", minibatch.seed)
         again = replace(minibatch, keep_NG=drawn.keep_NG, weight_NG=minibatch.weight_NG * drawn.weight_NG)
         values = [(row, torch.cat([pieces[place][1:] for place in row.members], dim=1).to(row.weight_C))
                   for row in learner.rows(again)]

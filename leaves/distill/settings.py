@@ -23,18 +23,21 @@ class Teacher:
     # completions per group, on average over a step, that the student trains on: drawn again, of those that
     # the teacher has read, in proportion to the size of their gradients. null: all of them
     keep: Count | None = None
+    error: Positive | None = None  # in its place: the fewest with this predicted error of the gradient
 
 
 CHOICES = {"advantage=distill": Distill, "teacher": Teacher}
 HOOKS = ("inputs", "parts")
 PATHS = ("teacher.path",)
+AGAIN = [  # of a second draw
+    "loss.denominator=all: its weights restore the full batch, not a mean over the kept",
+    "loss.likelihood=0.0: it has no part in the size that completions are drawn by",
+    "loss.entropy=0.0: it has no part in the size that completions are drawn by",
+]
 REQUIRES = {
     "advantage.reward": ["prune.truncated=false: cut completions would be left out of their group's mean"],
-    "teacher.keep": [
-        "loss.denominator=all: its weights restore the full batch, not a mean over the kept",
-        "loss.likelihood=0.0: it has no part in the size that completions are drawn by",
-        "loss.entropy=0.0: it has no part in the size that completions are drawn by",
-    ],
+    "teacher.keep": ["teacher.error=null: it is in its place", *AGAIN],
+    "teacher.error": AGAIN,
 }
 
 
@@ -43,6 +46,6 @@ def rules(cfg: Any) -> Iterator[Rule]:
     yield ("advantage.kind", cfg.advantage.kind == "distill",
            "distill with a section `teacher`, or leave that out")
     yield "teacher.path", cfg.teacher.path is not None, "the folder or hub name of a model"
-    most = getattr(cfg.prune.completions, "keep", cfg.rollout.group_size)
+    most = getattr(cfg.prune.completions, "keep", None) or cfg.rollout.group_size
     yield ("teacher.keep", (cfg.teacher.keep or 0) <= most,
            f"at most {most}, the completions per group that the teacher reads")

@@ -129,10 +129,10 @@ def test_a_teacher_of_other_tokens_is_refused_by_the_first_and_one_of_a_padded_v
 @pytest.mark.slow
 def test_a_run_draws_twice_logs_what_its_teacher_read_goes_on_and_is_replayed(tmp_path, monkeypatch, capsys):
     settings = ["steps=3", "checkpoint.every=1", "checkpoint.keep=all", "rollout.prompts_per_step=6", *SHORT]
-    cfg = toy_config(tmp_path / "run", *settings, name="opd_toy.yaml")
-    whole, folder = trained_unchecked(cfg), tmp_path / "run"
+    cfg, folder = toy_config(tmp_path / "run", *settings, name="opd_toy.yaml"), tmp_path / "run"
+    whole = trained_unchecked(cfg)
     for line in steps_of(folder):
-        assert line["prune/kept"] == 2 * 6 and line["teacher/kl"] > 0 and line["time/teacher"] > 0
+        assert line["prune/kept"] == 2 * 6 and min(line["teacher/kl"], line["time/teacher"], line["prune/error"]) > 0
         assert 0 < line["train/tokens"] < line["teacher/tokens"] and 0.05 < line["teacher/share"] < 0.5
     (folder / "checkpoints" / "latest").write_text("step_000001")
     again = weights(train.train(cfg, resume="always"))

@@ -23,6 +23,7 @@ LENGTHS = [[3, 9, 5, 2], [4, 1, 7, 8]]
 REWARD_NG = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 1.5, 1.0]], dtype=torch.float64)
 ADV_NG = group_norm(REWARD_NG, 1, 1e-4)
 EXACT = 1e-12  # a bias below it is rounding
+PRUNERS = dict(prune.COMPLETIONS)  # tests replace them by one outcome
 Outcomes = Iterator[tuple[float, Pruned]]  # with their probabilities
 
 
@@ -86,17 +87,15 @@ def combs(prob_K: Tensor, order_K: Tensor) -> Iterator[tuple[float, Tensor]]:
 
 def outcomes(candidates: prune.Candidates, settings: Any, order: int | None = None) -> Outcomes:
     """Every outcome of the unbiased pruner of these settings; `order` seeds another order than that of `pps`."""
-    if settings.kind == "bernoulli":
-        prob_NG = prune.below_mean(candidates.adv_NG, settings.drop_prob)
-        yield from ((chance, prune.thin(prob_NG, keep_NG)) for chance, keep_NG in masks(prob_NG))
-        return
     if settings.kind == "none":
         yield 1.0, prune.keep_all(candidates.adv_NG)
         return
-    size_NG = prune.gradient_size(candidates, settings.size, settings.by_cost)
-    rows = size_NG if settings.scope == "group" else size_NG.flatten()[None]
-    count = settings.keep * len(size_NG) // len(rows)
-    prob = torch.stack([prune.inclusion(row, count) for row in rows])
+    prob_NG = PRUNERS[settings.kind](candidates, settings).prob_NG
+    if settings.kind == "bernoulli":
+        yield from ((chance, prune.thin(prob_NG, keep_NG)) for chance, keep_NG in masks(prob_NG))
+        return
+    prob = prob_NG if settings.keep and settings.scope == "group" else prob_NG.flatten()[None]
+    count = prob[0].sum().round()
     order_NG = prune.similar_order(candidates)
     if order is not None:
         order_NG = order_NG[torch.randperm(len(order_NG), generator=torch.Generator().manual_seed(order))]
@@ -106,7 +105,7 @@ def outcomes(candidates: prune.Candidates, settings: Any, order: int | None = No
         keep, chance = torch.stack([keep_K for _, keep_K in drawn]), math.prod(chance for chance, _ in drawn)
         assert (keep.sum(dim=1) == count).all() or chance < 1e-12
         if chance > 1e-14:
-            yield chance, prune.thin(prob.view_as(size_NG), keep.view_as(size_NG))
+            yield chance, prune.thin(prob_NG, keep.view_as(prob_NG))
 
 
 def by_both(step: Step, prob_N: list[float], compare: Callable, monkeypatch) -> Iterator[tuple[float, Batch]]:

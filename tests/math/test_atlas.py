@@ -115,8 +115,8 @@ def sample_steps(problem: Problem, behind: str, prompts: str, count: int) -> Ste
         prob_N, weight_N = map(torch.tensor, enumeration.prompt_chances(prompts))
         weight_SN = (torch.rand(ones_SN.shape, generator=generator) < prob_N) * weight_N * ones_SN
     if prompts in enumeration.SURVIVAL:
-        prob_QK = enumeration.SURVIVAL[prompts]
-        there_SNG = torch.rand(id_SNG.shape, generator=generator) < prob_QK[prompt_SN[..., None], id_SNG]
+        chances = enumeration.SURVIVAL[prompts][prompt_SN[..., None], id_SNG]
+        there_SNG = torch.rand(id_SNG.shape, generator=generator) < chances
     if prompts == "ragged":
         there_SNG = torch.arange(4) < torch.tensor([[2], [4]]).expand(count, 2, 1)
     return Steps(torch.full((count,), 1 / count, dtype=torch.float64), prompt_SN, id_SNG, there_SNG, weight_SN)

@@ -196,7 +196,7 @@ PRUNED = {
     "cppo": ["steps=5", "prune.completions.scope=batch", "prune.completions.keep=1"],
     # At most 4 completions for 3 ranks and 2 mini-batches, so ranks run empty; later steps pass prompts over.
     "dppo": ["seed=3", "data.limit=4", "loss.denominator=all", "prune.prompts={kind: bernoulli, drop_prob: 0.6}",
-             "prune.completions={kind: pps, keep: 1, scope: batch}", "pack.window=2",
+             "prune.completions={kind: pps, error: 0.5}", "pack.window=2",
              "prune.tokens={kind: prefix, whole: 0.5}"],
     "greso": ["data.limit=5", "prune.prompts.kind=greso", "rollout.until=informative", "rollout.max_rounds=2"],
     # 3 ranks share out a pool; lambda-returns, so that the critic's targets depend on values too.
@@ -211,7 +211,6 @@ PRUNED["madpo"] = ["prune.prompts={kind: bernoulli, drop_prob: 0.6}", "data.limi
 PRUNED["dgpo"] = ["data.limit=6", "model.lora.rank=2"]
 # Some prompts lie outside the band, and some are decided by their first completions.
 PRUNED["depo"] = ["prune.prompts.warmup_steps=1", "prune.prompts.low=0.495", "prune.prompts.lr=0.1", "data.limit=12"]
-# The teacher reads half of the completions, and the student trains on half of those.
 PRUNED["opd"] = ["data.limit=8", f"teacher.path={TOY.parent}/hard_model"]
 PRUNED["optpo"] = ["labels.most=12", "rollout.group_size=4", "data.limit=6"]
 PRUNED["tppo-lora"] = [*PRUNED["tppo"], "model.lora.rank=2", "optim.lr=1e-3", "critic.lr=1e-2"]

@@ -2,6 +2,7 @@
 the code of the training step, with clipping and KL active."""
 
 import itertools
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -86,7 +87,7 @@ ALL, PPS = kinds.KeepAll(), kinds.Pps(keep=2, size="adv")
         (PPS, ["advantage.kind=centred", "loss.trust={kind: clamp, low: 0.02, high: 0.02}", "loss.tis_cap=2"])))])
 def test_over_all_cuts_and_all_draws_the_mean_is_the_full_gradient(draw, settings, tiny, tmp_path, monkeypatch):
     """The denominators are those of whole completions. Losses of single tokens differ, there in a mini-batch."""
-    step = Short(tiny, tmp_path / "run", f"prune.completions={asdict(draw)}", *settings)
+    step = Short(tiny, tmp_path / "run", f"prune.completions={json.dumps(asdict(draw))}", *settings)
     places = [0] if len(settings) > 1 else [0, 1]
     candidates = Candidates(ADV_NG, make_groups(LENGTHS, [2, 3]), "sequence", False, 0)
     assert bias(step, outcomes(candidates, draw), monkeypatch, places) < EXACT

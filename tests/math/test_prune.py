@@ -46,7 +46,8 @@ def test_over_the_batch_flat_groups_go_first_and_others_keep_more():
 def test_keeping_all_and_a_rate_of_0_are_no_pruning_bit_for_bit():
     everything = prune.keep_all(ADV_NG)
     for pruned in (prune.keep_largest(ADV_NG, 4, "group"), prune.keep_largest(ADV_NG, 4, "batch"),
-                   prune.bernoulli(ADV_NG, 0.0, 3), prune.drop_bottom(ADV_NG, 0.0)):
+                   prune.drop_bottom(ADV_NG, 0.0),
+                   prune.bernoulli(prune.Candidates(ADV_NG, [], "token", True, 3), 0.0, None)):
         assert torch.equal(everything.keep_NG, pruned.keep_NG) and torch.equal(everything.weight_NG, pruned.weight_NG)
 
 
@@ -163,6 +164,18 @@ def test_surprise_is_of_the_tokens_of_this_step_and_never_0():
     guessed = [0.8 * math.log(0.2), 0.6 * math.log(0.4)]
     assert by_nats == [pytest.approx([math.hypot(least, *guessed), math.hypot(*guessed), math.sqrt(2) * least])]
     assert by_length == [pytest.approx([math.sqrt(3), math.sqrt(2), math.sqrt(2)])]
+
+
+def test_an_error_is_predicted_and_kept_within_by_as_few_as_can_be():
+    """Sizes 3 1 0 at probabilities 1 1/4 0: what is left to chance is 1 x (4 - 1) of 10."""
+    assert prune.predicted_error(torch.tensor([3.0, 1, 0]), torch.tensor([1, 0.25, 0])) == pytest.approx(0.3)
+    # One of 3 1 1 is drawn at 3/5 1/5 1/5, an error of (9 x 2/3 + 4 + 4) / 11, and two at 1 1/2 1/2, 2 / 11.
+    one = torch.tensor([3.0, 1.0, 1.0]).double()
+    for error, count in ((14.01 / 11, 1), (13.99 / 11, 2), (2.01 / 11, 2), (1.99 / 11, 3), (1e-9, 3)):
+        assert prune.fewest(one, one, error) == count
+    assert prune.fewest(one * 0, one * 0, 0.1) == 1
+    prob_K = 1 - prune.drop_within(one, one < 2, 0.4) * (one < 2).double()
+    assert prune.predicted_error(one, prob_K) == pytest.approx(0.4)
 
 
 def test_similar_completions_are_neighbours():

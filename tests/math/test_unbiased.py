@@ -39,6 +39,7 @@ def candidates(normalize: str) -> Candidates:
     (Pps(keep=2, scope="batch", size="adv"), "constant", 0, []),
     (Pps(keep=2, scope="batch", by_cost=True), "token", None, []),
     (Pps(keep=2, scope="batch", by_cost=True), "token", 2, []),
+    (Pps(error=0.3, by_cost=True), "sequence", None, []), (Bernoulli(error=0.5), "token", None, []),
     (HALF, "token", None, ["advantage={kind: gae, alpha: 1}", "critic.lr=1e-4", "loss.likelihood=0.1",
                            "loss.trust.high=0.28"]),
     (HALF, "sequence", None, ["loss={trust: {kind: clip_sequence, low: 0.01, high: 0.01}}"]),
