@@ -211,8 +211,8 @@ PRUNED["madpo"] = ["prune.prompts={kind: bernoulli, drop_prob: 0.6}", "data.limi
 PRUNED["dgpo"] = ["data.limit=6", "model.lora.rank=2"]
 # Some prompts lie outside the band, and some are decided by their first completions.
 PRUNED["depo"] = ["prune.prompts.warmup_steps=1", "prune.prompts.low=0.495", "prune.prompts.lr=0.1", "data.limit=12"]
-PRUNED["opd"] = ["data.limit=8", f"teacher.path={TOY.parent}/hard_model"]
-PRUNED["optpo"] = ["labels.most=12", "rollout.group_size=4", "data.limit=6"]
+PRUNED |= {"opd": ["data.limit=8", f"teacher.path={TOY.parent}/hard_model"],
+           "optpo": ["labels.most=12", "rollout.group_size=4", "data.limit=6"]}
 PRUNED["tppo-lora"] = [*PRUNED["tppo"], "model.lora.rank=2", "optim.lr=1e-3", "critic.lr=1e-2"]
 
 
