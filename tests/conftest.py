@@ -221,7 +221,7 @@ def parts_of(cfg: config.Config, folder: Path = TOY, prompts: Iterable[Prompt] =
 
 def needed(section: type) -> dict:
     """The settings of a kind, of a fork's too, without a default: the first of some small values that each allows."""
-    values = {"kind": fields(section)[0].default}
+    values = {"kind": fields(section)[0].default} | dict.fromkeys({"error"} & loader.hints(section).keys(), 0.5)
     for field in fields(section)[1:]:
         if field.default is MISSING:
             kind = loader.hints(section)[field.name]
