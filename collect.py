@@ -200,8 +200,7 @@ def choose(rolled: Rolled, selection: Selection, seed: int, epoch: int = 0) -> B
     chosen, places, offered = choose_groups(rolled, selection)
     seed = dist.seed_for(seed, epoch, "epoch") if epoch else seed
     prune = selection.prune
-    kept = [draw for draw in rolled.draws if draw.kept]
-    draws = [kept[n] for n in chosen]
+    draws = [*map(rolled.kept.__getitem__, chosen)]
     groups = [rolled.groups[n] for n in chosen]
     reward_NG, adv_NG = rolled.rewards.total_NG[chosen], rolled.adv_NG[chosen]
     G = adv_NG.shape[1]
@@ -222,7 +221,8 @@ def choose(rolled: Rolled, selection: Selection, seed: int, epoch: int = 0) -> B
         adv_NG, groups, selection.normalize, selection.advantage_only, seed, weight_N1, reward_NG)
     drawn, error = COMPLETIONS[settings.kind](candidates, settings) if groups else keep_all(adv_NG), None
     if groups and hasattr(settings, "error"):
-        error = predicted_error(gradient_size(candidates, "surprise", by_cost=False), drawn.prob_NG)
+        norm_NG = gradient_size(candidates, getattr(settings, "size", "surprise"), by_cost=False)
+        error = predicted_error(norm_NG, drawn.prob_NG)
     counts_NG = ~reward_NG.isnan()
     pruned = replace(
         drawn,

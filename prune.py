@@ -101,12 +101,13 @@ def below_mean(adv_NG: Tensor, drop_prob: float) -> Tensor:
 
 def bernoulli(candidates: Candidates, drop_prob: float | None, error: float | None) -> Pruned:
     """Drop completions at random by `below_mean`: Dynamic Pruning (arXiv:2603.04135) as proved. Unbiased."""
-    adv_NG, seed = candidates.adv_NG, candidates.seed
+    adv_NG = candidates.adv_NG
     if drop_prob is None:
         norm_NG = gradient_size(candidates, "surprise", by_cost=False)
         drop_prob = drop_within(norm_NG, below_mean(adv_NG, 1.0) == 0, error)
     prob_NG = below_mean(adv_NG, drop_prob)
-    uniform_NG = torch.rand(adv_NG.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(candidates.seed)
+    uniform_NG = torch.rand(adv_NG.shape, dtype=torch.float64, generator=generator)
     return thin(prob_NG, uniform_NG < prob_NG)
 
 
@@ -122,7 +123,7 @@ def predicted_error(norm_K: Tensor, prob_K: Tensor) -> float:
 
 def fewest(size_K: Tensor, norm_K: Tensor, error: float) -> int:
     """Find the fewest draws in proportion to size with a `predicted_error` of at most `error`."""
-    counts = range(1, max(1, int((size_K > 0).sum())) + 1)
+    counts = range(1, len(size_K) + 1)
     return counts[bisect_left(
         counts, True, key=lambda n: predicted_error(norm_K, inclusion(size_K, n)) <= error)]
 
@@ -130,8 +131,8 @@ def fewest(size_K: Tensor, norm_K: Tensor, error: float) -> int:
 def drop_within(norm_K: Tensor, small_K: Tensor, error: float) -> float:
     """Find the largest chance to drop the small ones with a `predicted_error` of at most `error`."""
     square_K = norm_K.square()
-    odds = error * square_K.sum() / square_K[small_K].sum()
-    return (odds / (1 + odds)).nan_to_num(nan=0.0).clamp(max=MOST_DROPPED).item()
+    gain, lost = error * square_K.sum(), square_K[small_K].sum()
+    return (gain / (gain + lost)).nan_to_num().clamp(max=MOST_DROPPED).item()
 
 
 def gradient_size(candidates: Candidates, size: str, by_cost: bool) -> Tensor:
@@ -412,7 +413,8 @@ def proportional_prob(size_K: Tensor, share: float | None, floor: float, error: 
 
     Of the prompts that were rolled out before, `share` are expected to be again; one that never was is
     certain. A size counts as at least `floor` times their mean, so that a prompt that showed nothing the last
-    time comes back, and no weight is above (1 + floor) / (share floor).
+    time comes back, and no weight is above (1 + floor) / (share floor). `error` stands in place of the share:
+    the fewest with this `predicted_error`.
     """
     seen_K, prob_K = ~size_K.isnan(), torch.ones_like(size_K, dtype=torch.float64)
     if not seen_K.any():

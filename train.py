@@ -325,7 +325,7 @@ def run_command(args: argparse.Namespace) -> int | None:
         from leaves.page.show import resolved
 
         return print(resolved(cfg))
-    if args.fit or args.memory or args.gpus or args.card:
+    if args.fit or args.memory or args.gpus:
         from leaves.fit.fit import report
 
         return report(cfg, args)

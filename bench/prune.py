@@ -3,12 +3,13 @@
     python bench/prune.py [--task hard]     # or opd, opd_hard: a teacher's gradient (leaves/distill)
 
 GRPO trains the toy for 3 steps and for 8, or the hard toy task for 20 and for 120 (docs/experiments.md has
-that testbed); then 20 rollouts of 16 x 16 completions are taken. Every completion's share of the full-batch
-gradient comes from the training step's own loss, and from their inner products the error of any weighting is
-exact: |sum_i (w_i - 1) g_i|^2, here over |sum_i g_i|^2. It is averaged over 40 draws of the masks at each of
-15 or 16 settings of a pruner, and between the settings interpolated (in logarithms) at five shares of kept
-tokens. The interval is 95% over the rollouts. An error above 1 is worse than no step. Prompts are pruned by
-another rollout of theirs under the same policy, so what they are pruned by is never out of date here.
+that testbed), or a teacher does for the steps in TASKS; then 20 rollouts of 16 x 16 completions are taken.
+Every completion's share of the full-batch gradient comes from the training step's own loss, and from their
+inner products the error of any weighting is exact: |sum_i (w_i - 1) g_i|^2, here over |sum_i g_i|^2. It is
+averaged over 40 draws of the masks at each of 15 or 16 settings of a pruner, and between the settings
+interpolated (in logarithms) at five shares of kept tokens. The interval is 95% over the rollouts. An error
+above 1 is worse than no step. Prompts are pruned by another rollout of theirs under the same policy, so what
+they are pruned by is never out of date here.
 """
 
 import math
@@ -151,7 +152,8 @@ ARMS_TAUGHT = {
     "random, batch": ARMS["random, batch"],
     **{f"pps {size}": arm(lambda k, size=size: Pps(keep=k, scope="batch", size=size, by_cost=True))
        for size in ("length", "surprise", "nats")},
-    "pps known": by_size(lambda scene: scene.known_NG, "shuffled"),  # as teacher.keep draws
+    "pps known": lambda scene, seed, k: pps(  # as teacher.keep draws
+        scene.known_NG, torch.arange(scene.known_NG.numel()), k, "batch", seed).weight_NG,
     "pps oracle": ARMS["pps oracle"],
 }
 FEWEST = 0.5  # of 16 that arms of one draw for the whole step keep at least; others keep 1

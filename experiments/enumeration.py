@@ -56,11 +56,11 @@ GRADED = numbers([
 ])
 # Chances to go on, by what is seen: the first token. BELOW aborts if the mean reward behind it is below 0.3.
 GO_ON = numbers([[1, 0.4, 0.4, 0.4], [1, 0.7, 0.7, 0.7]])
+BELOW = numbers([[1, 0, 0, 0], [1, 1, 1, 1]])
 # A teacher, by logits that differ from the policy's, and the chances that it reads a completion, and that the
 # student then trains on it.
 TEACHER = numbers([0.8, -1.1, 1.0])
 READ, TRAINED = numbers([[0.3, 0.5, 0.9, 0.6]] * 2), numbers([[0.5, 0.8, 0.4, 1.0]] * 2)
-BELOW = numbers([[1, 0, 0, 0], [1, 1, 1, 1]])
 SURVIVAL = {"aborted": GO_ON, "threshold": BELOW, "drawn": READ * TRAINED}
 # What pruners of prompts read: the mean |A| of each prompt's newest group. The second is below their mean.
 HISTORY = Memory(

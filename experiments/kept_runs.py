@@ -47,7 +47,8 @@ from settings.loader import flatten  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results.jsonl.xz"
 RECIPE = "grpo_hard.yaml"  # that arms are differences from unless they name another one
-KEPT = ("step", "rollout/tokens", "rollout/prompts", "rollout/length", "train/tokens", "prune/kept",
+KEPT = ("step", "rollout/tokens", "rollout/prompts", "rollout/length", "train/tokens",
+        "train/grad_norm", "prune/kept",
         "prune/offered", "reward/mean", "advantage/flat_groups", "critic/explained_variance", "age/mean",
         "age/old_tokens", "mismatch/ess", "teacher/tokens", "teacher/share", "teacher/kl", "time/rollout",
         "time/reward", "time/score", "time/update", "time/critic", "time/sync", "time/step", "time/eval")

@@ -207,7 +207,7 @@ def hard_texts() -> Iterator[tuple[str, str]]:
 
 
 def teacher_texts() -> Iterator[tuple[str, str]]:
-    """Problems of hard, equally many of each level, that no file of it has."""
+    """Problems of hard, equally many of each level, that no file of it has, but for level 1."""
     rng, taken = random.Random(5), set().union(*splits("hard").values())
     while True:
         line, numbers = chain(rng, rng.choice(TASKS["hard"].levels))

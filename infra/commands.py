@@ -9,8 +9,6 @@ import config
 from infra.terminal import Plain, add_config, add_settings, count, new_parser
 from settings.loader import ConfigError
 
-CARDS = {"4090": 23.5, "L40S": 44.0, "A100": 79.0, "H100": 79.0, "H200": 139.0}  # GiB free on an empty one
-
 
 def of_train(text: str | None) -> argparse.Namespace:
     """Read the command line of train.py, whose docstring is `text`."""
@@ -29,7 +27,6 @@ def of_train(text: str | None) -> argparse.Namespace:
         help="say whether the run fits, and what would make it fit; status 2 if it does not")
     add("--memory", type=gibibytes, metavar="GIB", help="--fit: that is free on each GPU")
     add("--gpus", type=count, metavar="N", help="--fit: how many")
-    add("--card", choices=CARDS, help="--fit: which GPU")
     args = parser.parse_args()
     if not args.config and args.settings is None:
         parser.error("the following arguments are required: --config")

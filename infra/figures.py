@@ -7,7 +7,7 @@ from statistics import fmean
 
 from verify.statistics import bounded_interval, majority_at, pass_at, vote, wilson
 
-Results = dict[str, dict]  # the summary of each set, or the result of each model
+Results = dict[str, dict]  # the summary of each set
 Bounds = tuple[float, float]
 
 SCORES = {"accuracy": ("low", "high"), "reward": ("reward_low", "reward_high")}  # and their 95% intervals

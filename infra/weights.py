@@ -33,7 +33,7 @@ def find_model(path: str, files: tuple[str, ...] = ("*.json", "*.jinja", "*.safe
         folder = download(path, files, setting)
     if not (folder / "config.json").is_file():
         adapts = (folder / "adapter_config.json").is_file()
-        remedy = f"it is an adapter: set model.lora.path to it, and {setting} to its base model"
+        remedy = "it is an adapter: set model.lora.path to it, and model.path to its base, or merge both"
         raise ConfigError(f"{setting}={path} has no config.json; "
                           f"{remedy if adapts else 'give a Hugging Face folder or a hub name'}")
     if ours:

@@ -105,8 +105,9 @@ class Pps:
     keep: KeepCount | None = None       # per group, of rollout.group_size
     # in its place: the fewest of the whole step with this predicted error of its gradient, over its square
     error: Positive | None = None
-    scope: Literal["group", "batch"] = "group"  # batch: keep x groups of the whole step
-    # |advantage|, or the gradient's norm, guessed from log-probs, as if a teacher's too, or from the length
+    # batch: keep x groups of the whole step; an error is always of the whole step
+    scope: Literal["group", "batch"] = "group"
+    # |advantage|, or a guess of the gradient's norm: by log-probs, by these if a teacher will read, by length
     size: Literal["adv", "surprise", "nats", "length"] = "surprise"
     by_cost: bool = False          # size over sqrt(length), for a budget of tokens instead of completions
 

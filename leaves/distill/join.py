@@ -6,8 +6,9 @@ minus the gradient of KL(student, teacher) there: on-policy distillation (arXiv:
 a policy gradient (Thinking Machines, 2025). How a token changes later states is left out.
 
 The teacher is the larger model, so completions are drawn before it reads them (prune.completions), by sizes
-that only need the student's log-probs, and again before the student's update (teacher.keep), by the sizes of
-the gradients, which are known then. Weights multiply, so the mean over both draws is the full gradient.
+that only need the student's log-probs, and again before the student's update (teacher.keep), by the norms of
+gradients that the advantages, now known, let us guess. Weights multiply, so the mean over both draws is the
+full gradient.
 
 Dimension key:  N groups,  G completions per group,  S completions of one row,  C completion tokens of it.
 """
@@ -87,7 +88,7 @@ class Teacher:
     """The teacher, and sums over the rows that it has read on this rank in a step."""
 
     def __init__(self, model: Decoder, cfg: Config):
-        self.model, self.settings, self.again = model, cfg.advantage, cfg.teacher
+        self.model, self.settings, self.second = model, cfg.advantage, cfg.teacher
         self.clock, self.sums = Clock(), Counter()
 
     @torch.no_grad()
@@ -105,8 +106,8 @@ class Teacher:
                 n_S, g_S = torch.tensor(row.members).T
                 own_C = own_NG[n_S, g_S].to(gap_C)[row.segment_C]
                 changed.append(replace(given, adv_C=gap_C.clamp(-bound, bound) + own_C))
-        drawn_again = (self.again.keep or self.again.error) and prepared
-        return self.draw(learner, minibatch, changed) if drawn_again else changed
+        drawn = prepared and (self.second.keep or self.second.error)
+        return self.draw(learner, minibatch, changed) if drawn else changed
 
     def draw(self, learner: Learner, minibatch: Minibatch, prepared: list[PreparedRow],
              ) -> list[PreparedRow]:
@@ -117,15 +118,17 @@ class Teacher:
         read_NG, size_NG = minibatch.keep_NG, torch.zeros_like(minibatch.weight_NG)
         for place, (size_T, *_) in pieces.items():
             size_NG[place] = size_T.norm()
+        if not size_NG.isfinite().all():
+            return prepared  # their loss is not finite either
         # No weight makes up for a candidate that is never kept, and the loss may have a KL.
         size_NG = size_NG.clamp(min=SIZE_FLOOR * size_NG[read_NG].mean() + 1e-30) * read_NG
-        keep = self.again.keep
+        keep = self.second.keep
         if keep is None:
-            keep = fewest(size_NG.flatten(), size_NG.flatten(), self.again.error) / len(size_NG)
+            keep = fewest(size_NG.flatten(), size_NG.flatten(), self.second.error) / len(size_NG)
         drawn = pps(size_NG, torch.arange(size_NG.numel()), keep, "batch", minibatch.seed)
-        again = replace(minibatch, keep_NG=drawn.keep_NG, weight_NG=minibatch.weight_NG * drawn.weight_NG)
+        left = replace(minibatch, keep_NG=drawn.keep_NG, weight_NG=minibatch.weight_NG * drawn.weight_NG)
         values = [(row, torch.cat([pieces[place][1:] for place in row.members], dim=1).to(row.weight_C))
-                  for row in learner.rows(again)]
+                  for row in learner.rows(left)]
         return [PreparedRow(row, **dict(zip(names, x_XC, strict=True))) for row, x_XC in values]
 
     def measure(self, learner: Learner, rolled: Rolled, step: int, clock: Clock) -> Metrics:
@@ -145,4 +148,5 @@ def pieces_of(given: PreparedRow, names: list[str]) -> Iterator[tuple]:
     row = given.row
     size_C = row.weight_C * given.adv_C * (1 - row.sampled_logp_C.exp()).clamp(min=LEAST_SURPRISE)
     values_XC = torch.stack([size_C, *(getattr(given, name) for name in names)]).cpu()
-    return zip(row.members, values_XC.split(row.segment_C.bincount().tolist(), dim=1), strict=True)
+    parts = values_XC.split(row.segment_C.bincount().tolist(), dim=1)
+    return zip(row.members, map(Tensor.clone, parts), strict=True)  # a view would send all of the row

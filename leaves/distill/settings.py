@@ -21,7 +21,7 @@ class Teacher:
     """The frozen model of advantage.kind=distill, which the policy learns from."""
     path: str | None = None        # a Hugging Face folder or a hub name, with the token ids of model.path
     # completions per group, on average over a step, that the student trains on: drawn again, of those that
-    # the teacher has read, in proportion to the size of their gradients. null: all of them
+    # the teacher has read, in proportion to their gradients' norms as guessed from A_t. null: all of them
     keep: Count | None = None
     error: Positive | None = None  # in its place: the fewest with this predicted error of the gradient
 
@@ -29,15 +29,20 @@ class Teacher:
 CHOICES = {"advantage=distill": Distill, "teacher": Teacher}
 HOOKS = ("inputs", "parts")
 PATHS = ("teacher.path",)
-AGAIN = [  # of a second draw
+SECOND = [  # of a second draw
     "loss.denominator=all: its weights restore the full batch, not a mean over the kept",
     "loss.likelihood=0.0: it has no part in the size that completions are drawn by",
     "loss.entropy=0.0: it has no part in the size that completions are drawn by",
 ]
 REQUIRES = {
     "advantage.reward": ["prune.truncated=false: cut completions would be left out of their group's mean"],
-    "teacher.keep": ["teacher.error=null: it is in its place", *AGAIN],
-    "teacher.error": AGAIN,
+    "teacher.keep": ["teacher.error=null: it is in its place", *SECOND],
+    "teacher.error": SECOND,
+    "advantage.kind=distill": [
+        "prune.completions.kind=none, bernoulli or pps: no |A| is known before the teacher has read",
+        "prune.prompts.kind=none, bernoulli or pps: no |A| is known before the teacher has read",
+        "rollout.until=offered or full: a group of equal rewards has a gradient too",
+    ],
 }
 
 
@@ -45,6 +50,8 @@ def rules(cfg: Any) -> Iterator[Rule]:
     """Yield the rules that no table states."""
     yield ("advantage.kind", cfg.advantage.kind == "distill",
            "distill with a section `teacher`, or leave that out")
+    yield ("advantage.reward", not cfg.advantage.reward or cfg.rollout.group_size > 1,
+           "0 with rollout.group_size=1: there is nothing to compare a reward with")
     yield "teacher.path", cfg.teacher.path is not None, "the folder or hub name of a model"
     most = getattr(cfg.prune.completions, "keep", None) or cfg.rollout.group_size
     yield ("teacher.keep", (cfg.teacher.keep or 0) <= most,

@@ -146,10 +146,10 @@ def test_a_run_draws_twice_logs_what_its_teacher_read_goes_on_and_is_replayed(tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "settings"), [
-    ("flight_toy.yaml", ["loss.old_logp=engine"]), ("calculator_toy.yaml", []), ("lora_toy.yaml", []),
+    ("flight_toy.yaml", ["loss.old_logp=engine"]), ("calculator_toy.yaml", []), ("lora_toy.yaml", ["prune.completions.kind=none"]),
     ("opd_toy.yaml", ["prune.prompts={kind: pps, share: 0.5}", "prune.tokens.kind=prefix", "loss.normalize=sequence",
                       "data.limit=8", "steps=3"]),
-    ("opd_toy.yaml", ["update.epochs=2", "update.minibatches=2", "update.redraw=true", "loss.kl=0.1"])])
+    ("opd_toy.yaml", ["update={epochs: 2, minibatches: 2, redraw: true}", "loss.kl=0.1", "teacher={keep: null, error: 0.5}"])])
 def test_it_goes_with_groups_under_way_tools_adapters_and_other_draws(name, settings, tmp_path):
     cfg = toy_config(tmp_path / "run", "advantage={kind: distill}", *SHORT, *settings, name=name)
     trained_unchecked(cfg)
@@ -158,11 +158,12 @@ def test_it_goes_with_groups_under_way_tools_adapters_and_other_draws(name, sett
 
 
 def test_what_a_teacher_takes_is_counted_and_what_it_cannot_go_with_is_refused(command, capsys):
-    with pytest.raises(ConfigError, match="teacher.keep=3 must be at most 2, the completions per group that the"):
-        config.load("opd_toy.yaml", ["teacher.keep=3"])
-    with pytest.raises(ConfigError, match="teacher.path=None must be the folder or hub name of a model"):
-        config.load("grpo_toy.yaml", ["advantage.kind=distill"])
-    with pytest.raises(ConfigError, match="advantage.kind=group_norm must be distill with a section `teacher`"):
-        config.load("grpo_toy.yaml", [f"teacher.path={TEACHER}"])
+    for name, setting, said in (
+            ("opd", "teacher.keep=3", "teacher.keep=3 must be at most 2, the completions per group that the"),
+            ("opd", "prune.completions={kind: topk, keep: 2}", "prune.completions.kind=topk must be none, bernoulli or pps"),
+            ("grpo", "advantage.kind=distill", "teacher.path=None must be the folder or hub name of a model"),
+            ("grpo", f"teacher.path={TEACHER}", "advantage.kind=group_norm must be distill with a section `teacher`")):
+        with pytest.raises(ConfigError, match=said):
+            config.load(f"{name}_toy.yaml", [setting])
     assert command(train, "--config", "opd_math.yaml", "--fit", "--memory", "79", "--gpus", "8") == 0
     assert re.search(r"\nteacher +7.63 +7.63\n", capsys.readouterr().out)  # 32.8 billion weights of 2 bytes on 8 ranks

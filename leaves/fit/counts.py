@@ -48,7 +48,8 @@ def phases(cfg: Config, shape: Shape, ranks: int) -> dict[str, Parts]:
         "critic and its moments": (weights + moments) // ranks * (cfg.advantage.kind == "gae"),
     }
     if teacher := getattr(getattr(cfg, "teacher", None), "path", None):
-        held["teacher"] = element_size(cfg) * parameters(find_shape(teacher, "teacher.path")) // ranks
+        read = parameters(find_shape(teacher, "teacher.path")) if count else 0
+        held["teacher"] = element_size(cfg) * read // ranks
     staying = ()
     if cfg.rollout.engine == "vllm":
         held["CUDA graphs, and NCCL"] = BESIDE_VLLM

@@ -1,6 +1,6 @@
 """Say whether a run fits, part by part, and list the changes that would make it fit.
 
-    train.py --config NAME.yaml --fit [--memory 24] [--gpus 8] [--card H100]
+    train.py --config NAME.yaml --fit [--memory 24] [--gpus 8]
 
 Nothing is loaded but config.json. Bytes are those that `auto` goes by (leaves/fit/counts.py).
 """
@@ -15,7 +15,6 @@ import torch
 from config import Config, ConfigError, build, type_of
 from infra import dist
 from infra.choices import Choice, choose_kernels, list_choices
-from infra.commands import CARDS
 from infra.device import Machine, Parts, find_device, parameters
 from infra.families import Shape
 from leaves.fit.counts import find_shape, phases
@@ -76,12 +75,12 @@ def parts_table(counted: dict[str, Parts]) -> Iterator[str]:
 
 def described_machine(cfg: Config, args: argparse.Namespace) -> tuple[Machine, str]:
     """Return the machine that the arguments name, or this one, and its name. Raises ConfigError."""
-    if gib := args.memory or CARDS.get(args.card):
-        return Machine(torch.device("cuda"), gib * GIB, args.gpus or 1), args.card or "GPU"
+    if args.memory:
+        return Machine(torch.device("cuda"), args.memory * GIB, args.gpus or 1), "GPU"
     dist.init("cpu")
     device = find_device(cfg.device)
     if device.type == "cpu" and args.gpus:
-        raise ConfigError("--gpus needs --memory or --card: this machine shows no GPU")
+        raise ConfigError("--gpus needs --memory: this machine shows no GPU")
     ranks = args.gpus or max(1, torch.cuda.device_count())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return replace(Machine.here(device), ranks=ranks), name

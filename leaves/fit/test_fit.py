@@ -33,7 +33,7 @@ def figures(text: str) -> dict[str, list[float]]:
 
 def test_a_run_that_fits_is_told_part_by_part(folders, command, capsys):
     """A card is enough to ask for it."""
-    status = command(train, "--config", "cppo_gsm8k.yaml", "--card", "H100", "--gpus", "8",
+    status = command(train, "--config", "cppo_gsm8k.yaml", "--memory", "79", "--gpus", "8",
                   "--set", f"model.path={folders['1.5B']}")
     text = capsys.readouterr().out
     assert status == 0 and "It fits:" in text and "makes it fit" not in text
@@ -84,11 +84,10 @@ def test_settings_that_are_too_high_are_named_or_that_nothing_helps(size, memory
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--config", "grpo_math.yaml", "--set", "model.path=Qwen/Qwen2.5-14B"],
      "error: model.path='Qwen/Qwen2.5-14B' is no folder, and could not be downloaded from the hub: no network"),
-    (["--config", "cppo_toy.yaml", "--gpus", "8"], "error: --gpus needs --memory or --card: this machine shows no GPU"),
-    (["--config", "cppo_toy.yaml", "--card", "H100", "--set", "pack.capacity=10"], "error: pack.capacity=10 must be"),
+    (["--config", "cppo_toy.yaml", "--gpus", "8"], "error: --gpus needs --memory: this machine shows no GPU"),
+    (["--config", "cppo_toy.yaml", "--memory", "79", "--set", "pack.capacity=10"], "error: pack.capacity=10 must be"),
     # vLLM refuses it too, after minutes.
-    (["--config", "cppo_math.yaml", "--card", "H100", "--gpus", "8",
-      "--set", "rollout.tensor_parallel=8"],
+    (["--config", "cppo_math.yaml", "--memory", "79", "--gpus", "8", "--set", "rollout.tensor_parallel=8"],
      "error: rollout.tensor_parallel=8 does not divide this model, which has 28 heads, 4 of keys: it can be [1, 2, 4]"),
 ])
 def test_what_cannot_be_told_is_one_line(arguments, message, monkeypatch, refused):
@@ -106,8 +105,7 @@ def test_of_a_model_on_the_hub_its_config_is_downloaded_alone(folders, monkeypat
     assert fit.find_shape("mine/0.5B") == shapes.shape_of("0.5B")
 
 
-@pytest.mark.parametrize("option", ["--memory 0", "--memory much", "--memory inf", "--card H800", "--gpus 0",
-                                    "--gpus 1.5"])
+@pytest.mark.parametrize("option", ["--memory 0", "--memory much", "--memory inf", "--gpus 0", "--gpus 1.5"])
 def test_options_that_make_no_sense_are_refused(option, command, capsys):
     with pytest.raises(SystemExit) as ended:
         command(train, "--config", "cppo_toy.yaml", "--fit", *option.split())

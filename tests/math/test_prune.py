@@ -176,6 +176,7 @@ def test_an_error_is_predicted_and_kept_within_by_as_few_as_can_be():
     assert prune.fewest(one * 0, one * 0, 0.1) == 1
     prob_K = 1 - prune.drop_within(one, one < 2, 0.4) * (one < 2).double()
     assert prune.predicted_error(one, prob_K) == pytest.approx(0.4)
+    assert prune.drop_within(one - 1, one < 2, 0.1) == prune.MOST_DROPPED  # small ones of no size at all
 
 
 def test_similar_completions_are_neighbours():
