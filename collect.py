@@ -199,8 +199,9 @@ def choose(rolled: Rolled, selection: Selection, seed: int, epoch: int = 0) -> B
     """
     chosen, places, offered = choose_groups(rolled, selection)
     seed = dist.seed_for(seed, epoch, "epoch") if epoch else seed
-    prune = selection.prune
-    draws = [*map(rolled.kept.__getitem__, chosen)]
+    prune, settings = selection.prune, selection.prune.completions
+    kept = [draw for draw in rolled.draws if draw.kept]
+    draws = [kept[n] for n in chosen]
     groups = [rolled.groups[n] for n in chosen]
     reward_NG, adv_NG = rolled.rewards.total_NG[chosen], rolled.adv_NG[chosen]
     G = adv_NG.shape[1]
@@ -216,7 +217,6 @@ def choose(rolled: Rolled, selection: Selection, seed: int, epoch: int = 0) -> B
     levels = [(draw.prob, draw.weight) for draw in draws]
     prob_N1, weight_N1 = torch.tensor(levels, dtype=adv_NG.dtype).view(-1, 2).split(1, dim=1)
     # Level 2 chooses among their completions.
-    settings = prune.completions
     candidates = Candidates(
         adv_NG, groups, selection.normalize, selection.advantage_only, seed, weight_N1, reward_NG)
     drawn, error = COMPLETIONS[settings.kind](candidates, settings) if groups else keep_all(adv_NG), None
