@@ -139,9 +139,8 @@ def test_a_run_draws_twice_logs_what_its_teacher_read_goes_on_and_is_replayed(tm
     assert all(p.equal(whole[name]) for name, p in again.items())
     replay.replay(folder, 2, [], draws=0)
     assert "the same bit for bit" in capsys.readouterr().out
-    moved = write_tiny(tmp_path / "moved")
     with pytest.raises(ConfigError, match=r"teacher.path \(weights\)"):
-        train.train(config.with_value(cfg, "teacher.path", str(moved)), resume="always")
+        train.train(config.with_value(cfg, "teacher.path", str(write_tiny(tmp_path / "moved"))), resume="always")
 
 
 @pytest.mark.slow
