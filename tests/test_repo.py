@@ -101,8 +101,7 @@ def test_every_metric_has_a_glossary_entry_and_every_entry_a_metric(tmp_path):
     few = ["rollout.prompts_per_step=2", "rollout.max_new_tokens=32", "eval.max_new_tokens=8"]
     train.train(toy_config(tmp_path / "run", *few, "data.limit=2", "rollout.drafts=true", "eval.n=2",
                            "eval.temperature=1", "reward.accuracy=0", "reward.format=0.1", "reward.tag_exact=0.1",
-                           "reward.tag_number=0.1", "reward.custom=0.1",
-                           f"reward.custom_file={tmp_path / 'own.py'}"))
+                           "reward.tag_number=0.1", "reward.custom=0.1", f"reward.custom_file={tmp_path / 'own.py'}"))
     few[2] = "data.eval=null"
     train.train(toy_config(tmp_path / "with_critic", *few, "critic.pretrain_steps=0", "critic.minibatches=1",
                            "reward.overlong=1", "reward.overlong_tokens=16", name="vapo_toy.yaml"))
@@ -110,7 +109,8 @@ def test_every_metric_has_a_glossary_entry_and_every_entry_a_metric(tmp_path):
                            name="odpo_gsm8k.yaml toy.yaml"))
     train.train(toy_config(tmp_path / "going_on", *few, name="flight_toy.yaml"))
     train.train(toy_config(tmp_path / "replied", *few, "steps=1", name="calculator_toy.yaml"))
-    runs = ("run", "with_critic", "with_pairs", "going_on", "replied")
+    train.train(toy_config(tmp_path / "taught", *few, f"teacher.path={ROOT}/toy/hard_model", name="opd_toy.yaml"))
+    runs = ("run", "with_critic", "with_pairs", "going_on", "replied", "taught")
     logged = {re.sub(r"(eval/)\w+/", r"\1<set>/", key) for run in runs
               for line in runfolder.read_log(tmp_path / run / "metrics.jsonl") for key in line}
     components = {*reward.COMPONENTS, "custom"}
