@@ -3,8 +3,8 @@
     python experiments/atlas.py   # tables, and one JSON line with all rows: under a minute on one core
 
 All groups of a step, and all outcomes of a pruner's draw, are gone through with their probabilities
-(enumeration.py, estimators.py). For an estimator g and the gradient grad J of the mean reward over prompts a
-row has
+(enumeration.py, estimators.py). For an estimator g and the gradient grad J of the mean reward over prompts,
+or of a distillation (taught_target), a row has
 
     scale c = <E g, grad J> / |grad J|^2,   bias = |E g - c grad J| / |c grad J|,
     variance = tr Var(g) / |c grad J|^2 of one step.  A bias below EXACT is rounding.
@@ -168,6 +168,13 @@ def gap(problem: Problem) -> Tensor:
     return taught_QKL - problem.logp_QKL
 
 
+def taught_target(problem: Problem) -> Tensor:
+    """Compute the mean over rollouts and prompts of all tokens' gap times grad logp, [P]."""
+    chance_QK1 = problem.logp_QKL.sum(dim=2).exp()[..., None]
+    pull_QKL = chance_QK1 * gap(problem) / len(chance_QK1)
+    return torch.einsum("qkl,qklp->p", pull_QKL, problem.score_QKLP)
+
+
 def state_kl(problem: Problem) -> Tensor:
     """Compute KL(student, teacher) of the state before each token, which is one of two."""
     p_QKL, q_QKL = problem.logp_QKL.exp(), (problem.logp_QKL + gap(problem)).exp()
@@ -270,9 +277,7 @@ def measure(row: Row) -> dict[str, float]:
         estimate, prompts = LITERATURE[row.chosen]
         steps = all_steps(problem, "on-policy", prompts)
         if prompts in DISTILLED:
-            chance_QK1 = problem.logp_QKL.sum(dim=2).exp()[..., None]
-            pull_QKL = chance_QK1 * gap(problem) / len(chance_QK1)
-            target_P = torch.einsum("qkl,qklp->p", pull_QKL, problem.score_QKLP)
+            target_P = taught_target(problem)
         factor = estimate(problem, steps)
         gradient_RP = gradients_by(factor, problem, steps)
         trained_RNG = factor != 0 if factor.dim() == 3 else (factor != 0).any(dim=3)

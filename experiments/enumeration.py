@@ -255,7 +255,7 @@ def prompt_chances(kind: str) -> tuple[list[float], list[float]]:
 def all_steps(problem: Problem, behind: str, prompts: str) -> Steps:
     """Go through all rollouts of a step under a rule for its prompts.
 
-    all          every prompt once
+    all, taught  every prompt once
     bernoulli, pps, rank  skipped by their history (prune.PROMPTS), not replaced
     refill       the next prompt of the data in place of one without differences, two in all: DAPO
     same refill  the same prompt anew until its rewards differ

@@ -53,9 +53,6 @@ KEPT = ("step", "rollout/tokens", "rollout/prompts", "rollout/length", "train/to
         "age/old_tokens", "mismatch/ess", "teacher/tokens", "teacher/share", "teacher/kl", "time/rollout",
         "time/reward", "time/score", "time/update", "time/critic", "time/sync", "time/step", "time/eval")
 DIGITS = 6   # behind the point
-# More costs, of runs with a teacher -> the metrics of each step to add up.
-MORE_COSTS = {"teacher tokens": ("teacher/tokens",),
-              "all tokens": ("rollout/tokens", "teacher/tokens", "train/tokens")}
 LAST = 0.75  # the end of a curve is what lies behind this share of a budget
 
 
@@ -289,10 +286,8 @@ def curve(record: Record) -> Curve:
     step_E = [line["step"] for line in run.evals]
     spent = {cost: run.spent(cost, step_E) for cost in COSTS}
     spent["seconds"] = spent["seconds"] * cpu_share(record)
-    done = [0, *(line["step"] for line in run.steps)]
-    for cost, keys in MORE_COSTS.items():
-        of_steps = [0.0, *(sum(line.get(key, 0) for key in keys) for line in run.steps)]
-        spent[cost] = np.cumsum(of_steps)[np.searchsorted(done, step_E, side="right") - 1]
+    spent["teacher tokens"] = run.spent("teacher/tokens", step_E)  # 0 without a teacher
+    spent["all tokens"] = sum(spent[f"{kind} tokens"] for kind in ("generated", "trained", "teacher"))
     accuracies = [value for line in run.evals for key, value in line.items() if key.startswith("eval/")]
     return Curve(spent, 100 * np.array(accuracies))
 

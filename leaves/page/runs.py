@@ -60,7 +60,7 @@ class LoggedRun:
         return self.spent(kind, step_E), *values
 
     def spent(self, kind: str, until_E: np.ndarray) -> np.ndarray:
-        """Add up a cost, one of COSTS, over the run's steps until each of these steps was done.
+        """Add up a cost, one of COSTS or a metric, over the run's steps until each of these steps was done.
 
         A step without the metric costs nothing. If step 1 trains on 5 tokens and step 2 on 7,
         spent("trained tokens", [0, 1, 2]) is [0, 5, 12].
@@ -68,7 +68,7 @@ class LoggedRun:
         if kind == "steps":
             return np.array(until_E, dtype=float)
         done = [0, *(line["step"] for line in self.steps)]
-        costs = [0.0, *(line.get(COSTS[kind]) or 0 for line in self.steps)]
+        costs = [0.0, *(line.get(COSTS.get(kind, kind)) or 0 for line in self.steps)]
         return np.cumsum(costs)[np.searchsorted(done, until_E, side="right") - 1]
 
 
