@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from settings.loader import SHORT
+
 Files = dict[str, list]      # of files.json: name -> [bytes, sha256]
 LIST = "files.json"  # of a checkpoint or an export, with the digest of every file
 
@@ -88,4 +90,4 @@ def differences(old: object, new: object, path: str = "") -> Iterator[str]:
         for key in dict.fromkeys((*new, *old)):
             yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
     elif old != new:
-        yield f"{path} was {old!r} and is {new!r}"
+        yield f"{path} was {SHORT.repr(old)} and is {SHORT.repr(new)}"

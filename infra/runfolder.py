@@ -48,6 +48,7 @@ from infra.terminal import print_progress
 from infra.tokenizer import Tokenizer
 from records import Metrics
 from settings import leaves
+from settings.loader import SHORT
 from settings.paths import REPOSITORY, user_path
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
@@ -147,8 +148,9 @@ def changed_settings(there: Config | dict, now: Config | dict) -> dict[str, str]
     old, new = config.flatten(there), config.flatten(now)
     named = {}
     for key in dict.fromkeys((*new, *old)):  # kinds of one section have different settings
-        before, after = (repr(settings[key]) if key in settings else "absent" for settings in (old, new))
-        if before != after and key != "out":
+        sides = [[settings[key]] if key in settings else [] for settings in (old, new)]
+        if repr(sides[0]) != repr(sides[1]) and key != "out":
+            before, after = (SHORT.repr(side[0]) if side else "absent" for side in sides)
             named[key] = f"{key} ({before} there, {after} now)"
     return named
 

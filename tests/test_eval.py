@@ -72,8 +72,8 @@ def written(path, *rights: str, other: str = "") -> str:
 
 
 def test_heads_are_compared_key_by_key():
-    old, new = {"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"c": 2, "d": 4}, "e": 5}
-    expected = ["b.d was 3 and is 4", "e was None and is 5", "a was 1 and is None"]
+    old, new = {"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"c": 2, "d": 4}, "e": ["x"] * 1000}
+    expected = ["b.d was 3 and is 4", "e was None and is [" + "'x', " * 6 + "...]", "a was 1 and is None"]
     assert list(differences(old, new)) == expected
 
 
