@@ -1,11 +1,12 @@
 """Run folders -> one page to watch and compare runs by: report.html, which needs no network and no server.
 
-    python report.py RUN_DIR... [--out DIR] [--level PERCENT]
+    python report.py RUN_DIR... [--out DIR] [--seconds PHASE=SECONDS,...]
 
 Runs that differ in `seed`, `out`, `log` and `checkpoint` only are one row. Methods differ in cost, so scores
 are compared at equal numbers of steps, of generated tokens, of trained tokens and of seconds (without
-evaluation): at the budget that every finished run reached. --level adds the cost to reach a score. Runs that
-are under way are drawn and named, and left out of the tables. report.md has the tables for a pull request.
+evaluation): at the budget that every finished run reached. Runs that are under way are drawn and named, and
+left out of the tables. report.md has the tables for a pull request. Of one run it says how much pruning would
+pay, at its own seconds or at those of another machine: --seconds rollout=8,update=0.6.
 """
 
 from infra import viewers
@@ -26,37 +27,39 @@ from markupsafe import Markup
 
 from config import ConfigError
 from infra.figures import align
-from infra.lines import is_evaluation, replace
+from infra.lines import is_evaluation, read_metrics, replace
 from infra.signals import exit_status
+from leaves.page.advice import advice
 from leaves.page.charts import draw_sections
-from leaves.page.runs import LoggedRun, group_runs, read_run
-from leaves.page.samples import choose_answers, choose_completions
+from leaves.page.runs import LoggedRun, choose_completions, group_runs, read_run
 from leaves.page.summary import score_cell, scores_of
 from leaves.page.tables import make_tables
 from settings.loader import SHORT
 from settings.paths import matching
 
 PARTS = Path(__file__).parent / "leaves" / "page"
-TEXTS = 3_500_000    # bytes of a page for completions and held-out answers, of all its runs together
+TEXTS = 3_500_000    # bytes of a page for completions, of all its runs together
 
 
-def write_report(folders: list[Path], out: Path, level: float | None = None) -> Path:
+def write_report(folders: list[Path], out: Path) -> Path:
     """Write report.html and report.md into `out`, and return the page's path. Raises ConfigError."""
     runs = [read_run(folder) for folder in folders]
     groups = group_runs(runs)
-    tables, remarks = make_tables(groups, level), [remark for run in runs for remark in remarks_on(run)]
+    tables, remarks = make_tables(groups), [remark for run in runs for remark in remarks_on(run)]
     if out.is_file():
         raise ConfigError(f"--out {out} is a file; give a folder")
     out.mkdir(parents=True, exist_ok=True)
     script = (PARTS / "script.js").read_text()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    shown = json.dumps([choose_completions(run, TEXTS // len(runs)) for run in runs])
+    data = json.loads(shown, parse_constant=lambda name: None)  # without NaN, which is no JSON
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(PARTS), autoescape=True, trim_blocks=True,
                                      lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     environment.policies["json.dumps_kwargs"] = {}  # the components of a reward stay in their order
     page = environment.get_template("page.html").render(
         title=runs[0].folder.resolve().name if len(runs) == 1 else f"{len(runs)} runs",
         runs=runs, groups=groups, progress=describe_progress, sections=draw_sections(groups),
-        tables=tables, remarks=remarks, data=page_texts(runs), written=f"{datetime.now():%Y-%m-%d %H:%M:%S}",
+        tables=tables, remarks=remarks, data=data, written=f"{datetime.now():%Y-%m-%d %H:%M:%S}",
         script=Markup(script), script_hash=f"sha256-{digest}")
     numbers = [f"## {title}\n\n```\n" + "\n".join(align(rows)) + "\n```" for title, rows in tables.items()]
     for name, text in {"report.md": "\n\n".join([*remarks, *numbers, ""]), "report.html": page}.items():
@@ -73,15 +76,6 @@ def remarks_on(run: LoggedRun) -> list[str]:
         said.append(f"{run.folder}/metrics.jsonl lacks the steps {SHORT.repr(missing)}: its costs are too "
                     "low.")
     return said
-
-
-def page_texts(runs: list[LoggedRun]) -> list[dict]:
-    """Choose the data of script.js."""
-    most = TEXTS // len(runs) // 2
-    shown = [{"samples": choose_completions(run, most), "held_out": choose_answers(run, most)}
-             for run in runs]
-    # Without NaN, which is no JSON.
-    return json.loads(json.dumps(shown), parse_constant=lambda name: None)
 
 
 def describe_progress(run: LoggedRun) -> list[str]:
@@ -110,7 +104,9 @@ def make_report(args: argparse.Namespace) -> None:
         if path not in runs:
             print(f"{path} is left out: it has no config.yaml, so it is no run folder", file=sys.stderr)
     out = args.out or (runs[0] if len(runs) == 1 else Path("runs/report"))
-    path = write_report(runs, out, args.level)
+    path = write_report(runs, out)
+    for run in runs if len(runs) == 1 or args.seconds else ():
+        print(*advice(read_metrics(run / "metrics.jsonl"), args.seconds), sep="\n")
     print(f"{path}  ({path.stat().st_size / 1e6:.1f} MB; tables: {path.with_suffix('.md')})")
 
 

@@ -1,15 +1,15 @@
 """How far is the pruned gradient from the full batch's? Mean squared error at equal numbers of kept tokens.
 
-    python bench/prune.py [--task hard]     # or opd, opd_hard: a teacher's gradient (leaves/distill)
+    python bench/prune.py [--task hard]     # or long_sums; or opd, opd_hard: a teacher's gradient
 
-GRPO trains the toy for 3 steps and for 8, or the hard toy task for 20 and for 120 (docs/experiments.md has
-that testbed), or a teacher does for the steps in TASKS; then 20 rollouts of 16 x 16 completions are taken.
+The task is trained for the steps in TASKS (docs/experiments.md has the testbeds); then 20 rollouts are taken.
 Every completion's share of the full-batch gradient comes from the training step's own loss, and from their
 inner products the error of any weighting is exact: |sum_i (w_i - 1) g_i|^2, here over |sum_i g_i|^2. It is
 averaged over 40 draws of the masks at each of 15 or 16 settings of a pruner, and between the settings
-interpolated (in logarithms) at five shares of kept tokens. The interval is 95% over the rollouts. An error
-above 1 is worse than no step. Prompts are pruned by another rollout of theirs under the same policy, so what
-they are pruned by is never out of date here.
+interpolated (in logarithms) at five shares of the kept tokens among those with a gradient. The interval is
+95% over the rollouts. An error above 1 is worse than no step. Prompts are pruned by another rollout of theirs
+under the same policy, so what they are pruned by is never out of date here. A second table has the errors
+that PPS by an error was asked for (prune.completions.error) beside those that it had.
 """
 
 import math
@@ -32,20 +32,21 @@ import config
 import train
 from infra import dist
 from learner import Learner
+from leaves.page.tables import half_width
 from prune import COMPLETIONS, PROMPTS, Candidates, Memory, gradient_size, keep_all, pps, similar_order
 from records import Batch, Group, PromptDraw, Pruned, Rewards
 from settings import kinds, leaves
 from settings.kinds import Completions, Pps, Prompts, TopK
 from update import add_gradient, minibatch, prepare_rows
-from verify.paired import half_width
 
 # task -> its config, and after how many steps it is looked at
 TASKS = {"toy": ("grpo_toy.yaml", {"early": 3, "late": 8}),
-         "hard": ("grpo_hard.yaml", {"early": 20, "late": 120}),
+         "hard": ("grpo_hard.yaml", {"early": 20, "middle": 60, "late": 120}),
+         "long_sums": ("experiments/long_sums.yaml", {"early": 5, "middle": 30, "late": 60}),
          "opd": ("opd_toy.yaml", {"early": 3, "late": 20}),
          "opd_hard": ("experiments/opd_hard.yaml", {"early": 4, "late": 40})}
 TAUGHT = ["prune.completions.kind=none", "teacher.keep=null"]  # all are read, and all are measured
-ROLLOUTS, DRAWS, BUDGETS = 20, 40, (0.75, 0.5, 0.25, 0.125, 0.0625)
+ROLLOUTS, DRAWS, BUDGETS, ERRORS = 20, 40, (0.75, 0.5, 0.25, 0.125, 0.0625), (0.03, 0.1, 0.3, 1.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +157,7 @@ ARMS_TAUGHT = {
         scene.known_NG, torch.arange(scene.known_NG.numel()), k, "batch", seed).weight_NG,
     "pps oracle": ARMS["pps oracle"],
 }
+BY_ERROR = arm(lambda error: Pps(error=error, by_cost=True))
 FEWEST = 0.5  # of 16 that arms of one draw for the whole step keep at least; others keep 1
 
 
@@ -202,8 +204,9 @@ def known_sizes(learner: Learner, groups: list[Group], adv_NG: Tensor) -> Tensor
 
 
 def errors(name: str, draw: Draw, scene: Scene, k: int) -> tuple[float, float]:
-    """Average (share of the tokens kept, relative squared error) over draws of the masks."""
-    lengths, product = scene.candidates.len_NG.flatten().double(), scene.product
+    """Average (share kept of the tokens with a gradient, relative squared error) over draws of the masks."""
+    product, length_K = scene.product, scene.candidates.len_NG.flatten().double()
+    lengths = length_K * (product.diagonal() > 0)
     seeds = range(1 if name.startswith("topk") else DRAWS)  # topk leaves nothing to chance
     weight_DK = torch.stack([draw(scene, seed, k).flatten() for seed in seeds]).double()
     kept_D = (weight_DK > 0).double() @ lengths / lengths.sum()
@@ -255,10 +258,9 @@ def look(parts: train.Parts, draws: list[PromptDraw], cfg: config.Config) -> Sce
                  known_sizes(learner, groups, adv_NG))
 
 
-def after_training(task: str, steps: int, out: Path,
-                   ) -> tuple[dict[str, dict[float, list[float | None]]], list[float]]:
-    """Train so many steps; then measure each arm's error on each rollout, by the share of tokens kept, and
-    how much of the full gradient is `repeated`."""
+def after_training(task: str, steps: int, out: Path) -> tuple[dict[str, dict], list[float], dict]:
+    """Train so many steps; then measure each arm's error on each rollout, by the share of tokens kept, how
+    much of the full gradient is `repeated`, and (share, error) by the error that was asked for."""
     recipe, _ = TASKS[task]
     train.train(config.load(recipe, [f"steps={steps}", f"out={out}", "data.eval=null"]))
     taught, arms = task.startswith("opd"), ARMS_TAUGHT if task.startswith("opd") else ARMS
@@ -268,29 +270,30 @@ def after_training(task: str, steps: int, out: Path,
     plain = train.Parts(cfg, loaded, weights_of(cfg), learner, sampler.engine, sampler, history, first=0)
     parts = leaves.through("parts", cfg, plain)
     by_arm = {name: {budget: [] for budget in BUDGETS} for name in arms}
-    signal = []
+    signal, by_error = [], {error: [] for error in ERRORS}
     for i in range(ROLLOUTS):
         scene = look(parts, history.draw(cfg.rollout.prompts_per_step), cfg)
         signal.append(repeated(scene))
+        for error, of_rollouts in by_error.items():
+            of_rollouts.append(errors("", BY_ERROR, scene, error))
         for name, draw in arms.items():
             fewest = [FEWEST] * name.startswith("pps") * (name != "pps |A|, shuffled")
             curve = [errors(name, draw, scene, k) for k in (*fewest, *range(1, 16))]
             for budget, of_rollouts in by_arm[name].items():
                 of_rollouts.append(at_budget(curve, budget))
         print(f"rollout {i + 1} of {ROLLOUTS}", file=sys.stderr, flush=True)
-    return by_arm, signal
+    return by_arm, signal, by_error
 
 
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--task", choices=TASKS, default="toy")
-    task = options.parse_args().task
+    task, results = options.parse_args().task, []
     _, points = TASKS[task]
     dist.init("cpu")
-    results = []
     with tempfile.TemporaryDirectory() as temporary:
         for when, steps in points.items():
-            by_arm, signal = after_training(task, steps, Path(temporary) / when)
+            by_arm, signal, by_error = after_training(task, steps, Path(temporary) / when)
             rows = []
             for name, by_budget in by_arm.items():
                 rows.append({"share of tokens kept": name})
@@ -300,6 +303,9 @@ def main() -> None:
             show(f"{task}, {when}: after {steps} steps; squared error over |full gradient|^2, "
                  f"{ROLLOUTS} rollouts; {interval(signal)} of it is repeated by other rollouts", rows)
             results.append({"when": when, "arm": "repeated", "budget": 1, "errors": signal})
+            show("error asked for, and measured", [
+                {"asked for": asked, "measured": interval([error for _, error in pairs]),
+                 "tokens": [share for share, _ in pairs]} for asked, pairs in by_error.items()])
     print_json("prune", task=task, results=results)
     dist.close()
 

@@ -29,6 +29,7 @@ from kept_runs import (
     difference,
     evaluations,
     experiment_status,
+    holm,
     keep,
     least,
     parser,
@@ -42,7 +43,6 @@ from tqdm import tqdm
 import config
 from leaves.page.runs import COSTS, format_value
 from leaves.page.summary import phase_seconds
-from verify.paired import holm
 
 PROMPTS = "prune.prompts={kind: bernoulli, drop_prob: 0.5}"
 COMPLETIONS = "prune.completions={kind: bernoulli, drop_prob: 0.5}"

@@ -53,6 +53,7 @@ KEPT = ("step", "rollout/tokens", "rollout/prompts", "rollout/length", "train/to
         "age/old_tokens", "mismatch/ess", "teacher/tokens", "teacher/share", "teacher/kl", "time/rollout",
         "time/reward", "time/score", "time/update", "time/critic", "time/sync", "time/step", "time/eval")
 DIGITS = 6   # behind the point
+RESAMPLES = 10_000  # of the problems, for the interval of a difference
 LAST = 0.75  # the end of a curve is what lies behind this share of a budget
 
 
@@ -402,3 +403,17 @@ def quantile(p: float, df: int) -> float:
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
     """Write a table as markdown."""
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+def paired_interval(difference_N: np.ndarray) -> tuple[float, float]:
+    """Compute the 95% interval of a mean difference, by a bootstrap over problems with a fixed seed."""
+    draw, N = np.random.default_rng(0), len(difference_N)
+    means = [difference_N[draw.integers(0, N, N)].mean() for _ in range(RESAMPLES)]
+    return tuple(np.percentile(means, (2.5, 97.5)).tolist())
+
+
+def holm(p_values: list[float]) -> list[float]:
+    """Correct p-values of one family by Holm's step-down method."""
+    order = np.argsort(p_values, kind="stable")
+    steps = np.take(p_values, order) * np.arange(len(order), 0, -1)
+    return np.maximum.accumulate(steps).clip(max=1)[order.argsort()].tolist()

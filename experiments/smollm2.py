@@ -18,12 +18,20 @@ from pathlib import Path
 import gguf_model
 import numpy as np
 import word_problems
-from kept_runs import ROOT, experiment_status, parser, print_json, run_script, table, train_once
+from kept_runs import (
+    ROOT,
+    experiment_status,
+    paired_interval,
+    parser,
+    print_json,
+    run_script,
+    table,
+    train_once,
+)
 from tqdm import tqdm
 
 import config
 import report
-from verify.paired import paired_interval
 from verify.statistics import wilson
 
 CONFIG = "experiments/smollm2.yaml"

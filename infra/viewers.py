@@ -23,9 +23,14 @@ def of_report(text: str | None) -> argparse.Namespace:
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN_DIR", help="run folders, or patterns of them")
     add("--out", type=user_path, help="a folder; the run's own for one run, else runs/report")
-    add("--level", type=float, metavar="PERCENT",
-        help="the accuracy to be reached; the reward where no set has an accuracy")
+    add("--seconds", type=seconds, default={}, metavar="PHASE=SECONDS,...",
+        help="of a step on another machine, by phase: rollout=8,update=0.6")
     return parser.parse_args()
+
+
+def seconds(text: str) -> dict[str, float]:
+    """Read phases of a step with their seconds; ValueError if it is no such text."""
+    return {phase: float(number) for phase, number in (part.split("=") for part in text.split(","))}
 
 
 def of_chat(text: str | None) -> argparse.Namespace:

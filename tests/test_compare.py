@@ -333,3 +333,14 @@ def test_a_correlation_by_hand_and_a_verdict_that_two_arms_carry_is_none():
 
 def test_every_arm_of_distillation_is_a_run_that_there_can_be():
     assert len({str(compare_opd.run_of(name, 0).plain_settings()) for name in compare_opd.ARMS}) == 17
+
+
+def test_holm_by_hand():
+    assert kept_runs.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06]) and kept_runs.holm([]) == []
+
+
+def test_paired_intervals_cover_the_truth_at_their_rate(monkeypatch):
+    monkeypatch.setattr(kept_runs, "RESAMPLES", 400)
+    draw = np.random.default_rng(1)
+    bounds = [kept_runs.paired_interval(draw.choice([-1, 0, 1], 200, p=[0.1, 0.7, 0.2])) for _ in range(300)]
+    assert 0.91 < np.mean([low <= 0.1 <= high for low, high in bounds]) < 0.98

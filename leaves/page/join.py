@@ -1,10 +1,14 @@
-"""Sum up a run at its end."""
+"""Sum up a run at its end, and measure what its advice on pruning needs."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from config import Config
 from infra.runfolder import RunLog
+from leaves.page.advice import share_of_tokens
 from leaves.page.summary import summary
+from train import Parts
 
 
 class Summary:
@@ -18,6 +22,10 @@ class Summary:
     def finish(self, state: dict) -> None:
         if state["state"] == "finished":
             print(summary(self.folder), flush=True)
+
+
+def parts(cfg: Config, run: Parts) -> Parts:
+    return replace(run, measures=(*run.measures, partial(share_of_tokens, cfg)))
 
 
 def watch(cfg: Config, log: RunLog) -> RunLog:

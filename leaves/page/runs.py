@@ -1,5 +1,7 @@
-"""Read run folders, and put the runs of one config together."""
+"""Read run folders, and put the runs of one config together; choose the completions of a page."""
 
+import json
+from collections import defaultdict
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
@@ -9,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from infra import runfolder
-from infra.lines import is_evaluation, read_metrics
+from infra.figures import mean_reward
+from infra.lines import blame_file, is_evaluation, read_log, read_metrics
 from leaves.page.show import as_yaml
 from settings.loader import ConfigError, read
 from settings.paths import short_names
@@ -120,3 +123,17 @@ def format_value(value: Any) -> str:
     if isinstance(value, float) and 0 < abs(value) < 1e-3:
         return format(Decimal(repr(value)), "e")
     return as_yaml(value)
+
+
+def choose_completions(run: LoggedRun, most: int) -> dict:
+    """Choose the steps to show: {"every": k, "steps": [{"step", "groups": [line of samples.jsonl]}]}.
+
+    It takes every k-th step, counted back from the last, for about `most` bytes.
+    """
+    path, by_step = run.folder / "samples.jsonl", defaultdict(list)
+    with blame_file(path):
+        for line in read_log(path):
+            by_step[line["step"]].append(line | {"mean_reward": mean_reward(line["completions"])})
+    steps = [{"step": step, "groups": groups} for step, groups in by_step.items()]
+    every = 1 + len(json.dumps(steps)) // most
+    return {"every": every, "steps": steps[::-1][::every][::-1]}

@@ -1,10 +1,10 @@
-// The parts of the page that a reader moves: completions of a step, held-out answers, and the place on the page
-// when it is read anew. Texts of models and users only ever become text nodes.
+// The parts of the page that a reader moves: completions of a step, and the place on the page when it
+// is read anew. Texts of models and users only ever become text nodes.
 "use strict";
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
-const controls = ["run", "step", "kept", "right", "cut", "change"].map(byId).filter(Boolean);
+const controls = ["run", "step", "kept", "right", "cut"].map(byId).filter(Boolean);
 
 function element(tag, className, ...children) {
   const made = document.createElement(tag);
@@ -21,7 +21,7 @@ const goldOf = (line) => line.gold ? `gold answer ${line.gold}` : "no gold answe
 // ---- completions
 
 function showCompletions() {
-  const { every, steps } = current().samples;
+  const { every, steps } = current();
   byId("texts-note").textContent = steps.length === 0 ? "No completions were kept yet." :
     every === 1 ? "Special tokens are shown as they are." :
     `This page holds the texts of every ${every}th step; those of the others are in samples.jsonl.`;
@@ -82,34 +82,12 @@ function completionRow(completion) {
     element("td", "", `${completion.tokens}, ${is.cut}`));
 }
 
-// ---- held-out answers
-
-const changeOf = ({ before, after }) => after.score > before.score ? "better" : "worse";
-
-function showAnswers() {
-  const { from, to, every, better, worse, pairs } = current().held_out, wanted = byId("change").value;
-  byId("change-note").textContent = from === to ? "There are not two evaluations yet." :
-    `From step ${from} to step ${to} the answers to ${better} problems got better and to ${worse} worse.` +
-    (every > 1 ? ` This page has every ${every}th of them; eval_*.jsonl of the run folder has all.` : "");
-  byId("pairs").replaceChildren(...pairs.filter((pair) => !wanted || wanted === changeOf(pair)).map(answer));
-}
-
-function answer({ before, after }) {
-  const mark = ({ graded, score }) => !graded ? `reward ${number(score)}` :
-    score === 1 ? "✓ right" : score === 0 ? "✗ wrong" : `${number(100 * score)}% right`;
-  const side = (name, one) => element("div", one.graded ? (one.score >= 0.5 ? "right" : "wrong") : "",
-    element("b", "", `${name}: ${mark(one)}`), element("div", "text", one.text));
-  return element("div", "answer", element("h3", "", `${after.set} ${after.id}, ${goldOf(after)}`),
-    element("p", "text", after.question), element("div", "texts", side("before", before), side("after", after)));
-}
-
 // ---- the place on the page
 
 function showRun() {
   for (const part of document.querySelectorAll(".of-run"))
     part.hidden = byId("run") !== null && part.dataset.run !== byId("run").value;
   showCompletions();
-  showAnswers();
 }
 
 // Where the reader is: the last title above the top of the screen, and how far above it stands.
@@ -118,7 +96,7 @@ const alike = (title) => titles().filter((one) => one.textContent === title); //
 
 function remember() {
   const above = titles().filter((title) => title.getBoundingClientRect().top <= 1).pop() || titles()[0];
-  const step = current().samples.steps[Number(byId("step").value)];
+  const step = current().steps[Number(byId("step").value)];
   sessionStorage.setItem(location.pathname, JSON.stringify({
     values: Object.fromEntries(controls.map((control) => [control.id, control.value])),
     open: [...document.querySelectorAll("details")].map((one) => one.open), step: step && step.step,
@@ -130,7 +108,7 @@ function restore() {
   const choose = () => controls.filter((control) => saved && saved.values[control.id]).forEach((control) => {
     if (control.id !== "step") control.value = saved.values[control.id]; });
   choose();
-  const steps = current().samples.steps, same = steps.findIndex((one) => saved && one.step >= saved.step);
+  const steps = current().steps, same = steps.findIndex((one) => saved && one.step >= saved.step);
   byId("step").max = Math.max(0, steps.length - 1);
   byId("step").value = same < 0 ? steps.length - 1 : same;
   showRun();

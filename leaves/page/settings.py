@@ -1,4 +1,4 @@
 """The page has no settings: every run ends with a summary, and report.py draws the rest."""
 
 CHOICES = {}
-HOOKS = ("watch",)
+HOOKS = ("parts", "watch")

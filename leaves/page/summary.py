@@ -10,6 +10,7 @@ from pathlib import Path
 
 from infra.figures import SCORES, score_text
 from infra.lines import is_evaluation, read_metrics
+from leaves.page.advice import advice
 from settings.paths import REPOSITORY
 
 
@@ -47,7 +48,7 @@ def summary(folder: Path) -> str:
         table.append(f"{name:<18} {cells[0]:>22} {cells[1]:>24} {lengths:>16}")
     phases = "  ".join(f"{phase} {spent:.1f}" for phase, spent in phase_seconds(lines).items())
     python = f"{sys.executable} {REPOSITORY}"
-    return "\n".join([*table, "", f"seconds  {phases}", f"run folder  {folder}",
+    return "\n".join([*table, "", f"seconds  {phases}", *advice(lines, {}), f"run folder  {folder}",
                       f"next  {python}/eval.py --config {folder}/config.yaml --model {folder}/hf"
                       + ("" if evals else " --data SET"),
                       *(f"      {python}/{name}.py {folder}" for name in ("report", "chat"))])

@@ -1,4 +1,4 @@
-"""Tables that compare runs: a score at equal cost, the cost of a score, the cost of a run.
+"""Tables that compare runs: a score at equal cost, the cost of a run.
 
 Methods differ in cost, so scores are read at the budget of steps, tokens or seconds that every finished run
 has reached, between two evaluations on a straight line. That takes three evaluations of each run within the
@@ -14,9 +14,9 @@ import numpy as np
 
 from leaves.page.runs import ABSENT, COSTS, Groups, LoggedRun, format_value
 from leaves.page.summary import phase_seconds, score_cell, scores_of
-from settings.loader import ConfigError
-from verify.paired import half_width
 
+# Student's t at 97.5% for 1 to 10 degrees of freedom
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 LEAST_RUNS = 3         # an interval needs so many runs
 LEAST_EVALUATIONS = 3  # and a score at a budget so many evaluations within it
 AT_BUDGET = ("at the budget that every run reached "
@@ -25,25 +25,14 @@ Table = list[list[str]]  # rows of cells, the head first
 Columns = dict[str, Callable[[LoggedRun], float]]  # head -> figure of a run; nan: it has none
 
 
-def make_tables(groups: Groups, level: float | None) -> dict[str, Table]:
-    """Tabulate the settings that differ and, of finished runs, scores and costs.
-
-    If there is a level, so is the cost to reach it: an accuracy in percent, or a reward where no set has an
-    accuracy.
-    """
+def make_tables(groups: Groups) -> dict[str, Table]:
+    """Tabulate the settings that differ and, of finished runs, scores and costs."""
     tables = {"What differs": settings_table(groups)} if len(groups) > 1 else {}
     finished = keep_runs(groups, lambda run: run.finished)
     scores = scores_of([line for group in finished.values() for run in group for line in run.evals])
     for score in scores:
         evaluated = keep_runs(finished, lambda run, score=score: len(run.series(score)[0]) > 0)
         tables[f"{score} {AT_BUDGET}"] = score_table(evaluated, score)
-        percent = score.endswith("accuracy")
-        if level is not None and percent == scores[0].endswith("accuracy"):
-            if percent and not 0 < level <= 100:
-                raise ConfigError(f"--level {level:g} must be above 0 and at most 100, a percentage")
-            goal = level / 100 if percent else level
-            tables[f"{score}: cost until an evaluation at {format_score(goal, score)}"] = tabulate(
-                evaluated, {kind: partial(cost_until, score, kind, goal) for kind in COSTS})
     return tables | ({"Cost of a whole run": cost_table(finished)} if finished else {})
 
 
@@ -106,12 +95,6 @@ def evaluations_within(spent_E: np.ndarray, budget: float) -> int:
     return int(((spent_E > spent_E[0]) & (spent_E <= budget)).sum())
 
 
-def cost_until(score: str, kind: str, level: float, run: LoggedRun) -> float:
-    """Add up what was spent until the first evaluation at a level; nan if there is none."""
-    spent_E, value_E = run.series(score, kind=kind)
-    return min(spent_E[value_E >= level], default=np.nan)
-
-
 # ---- cells
 
 def format_amount(value: float) -> str:
@@ -124,6 +107,14 @@ def format_amount(value: float) -> str:
 
 def format_score(value: float, score: str) -> str:
     return f"{value:.1%}" if score.endswith("accuracy") else f"{value:.3f}"
+
+
+def half_width(values: np.ndarray) -> np.ndarray:
+    """Compute half of Student's 95% interval of the mean over the first axis; nan for one value."""
+    if len(values) == 1:
+        return np.full(values.shape[1:], np.nan)
+    t = T95[min(len(values) - 1, len(T95)) - 1]
+    return t * values.std(axis=0, ddof=1) / len(values) ** 0.5
 
 
 def mean_interval(value_R: np.ndarray, score: str = "") -> tuple[np.ndarray, ...]:

@@ -1,19 +1,20 @@
 """The report: its figures by hand, and its charts read back from the page."""
 
-import json
+import math
 import re
 
 import pytest
-from conftest import toy_config
+import torch
+from conftest import as_rolled, make_groups, toy_config
 
 import config
 import report
+from collect import Selection, choose
 from infra import runfolder
 from infra.lines import read_log, rewrite_log
-from leaves.page import charts
+from leaves.page import advice, charts
 from leaves.page.charts import kept_by_difficulty
-from leaves.page.runs import group_runs, read_run
-from leaves.page.samples import choose_answers, choose_completions
+from leaves.page.runs import choose_completions, group_runs, read_run
 from leaves.page.tables import AT_BUDGET, format_mean, make_tables
 from settings.loader import ConfigError
 
@@ -43,8 +44,8 @@ def write_run(folder, curve: list[float], *changes: str, every=1, total=None, st
     return folder
 
 
-def tables_of(folders, level=None) -> dict[str, list[list[str]]]:
-    return make_tables(group_runs(list(map(read_run, folders))), level)
+def tables_of(folders) -> dict[str, list[list[str]]]:
+    return make_tables(group_runs(list(map(read_run, folders))))
 
 
 @pytest.fixture
@@ -65,8 +66,8 @@ def test_a_sweep_is_told_apart_by_its_settings_and_every_cell_is_right(tmp_path,
     killed = run("3e-4", 1, [0.2, 0.7, 0.95, 0.99], total=10, state=None)
     young = run("3e-4", 2, [0.2], total=10, state=None)
     folders = [*good, *none, fast, killed, young]
-    text = report.write_report(folders, tmp_path / "out", level=80).read_text()
-    assert tables_of(folders, level=80) == {
+    text = report.write_report(folders, tmp_path / "out").read_text()
+    assert tables_of(folders) == {
         "What differs": [["run", "seeds", "optim.lr"], ["1e-4-10", "10, 11", "1e-4"],
                          ["1e-5-0", "0, 1", "1e-5"], ["3e-4-0", "0, 1, 2", "3e-4"]],
         f"eval/few/accuracy {AT_BUDGET}": [
@@ -75,10 +76,6 @@ def test_a_sweep_is_told_apart_by_its_settings_and_every_cell_is_right(tmp_path,
             ["1e-4-10", "2", "20.0%", "89.0%", "90.0%", "90.0%", "89.0%", "89.0%"],
             ["1e-5-0", "2", *["20.0%"] * 6],
             ["3e-4-0", "1", "20.0% [12.0%, 28.0%]", *["-"] * 4, "85.0% [77.0%, 93.0%]"]],  # two evaluations and the start are no verdict
-        "eval/few/accuracy: cost until an evaluation at 80.0%": [
-            ["run", "runs", "steps", "generated tokens", "trained tokens", "seconds"],
-            ["1e-4-10", "2", "5.5", "628", "305", "11"], ["1e-5-0", "2", *["-"] * 4],
-            ["3e-4-0", "1", "10", "1.055k", "500", "30"]],
         "Cost of a whole run": [
             ["run", "runs", "steps", "generated tokens", "trained tokens", "eval s", "step s", "update s", "rollout s"],
             ["1e-4-10", "2", "10", "1.155k", "550", "11", "20", "5", "10"],
@@ -92,9 +89,6 @@ def test_a_sweep_is_told_apart_by_its_settings_and_every_cell_is_right(tmp_path,
     assert all({*row} <= {*cells} and all(cell in written for cell in row)
                for rows in tables_of(folders).values() for row in rows[1:])
     assert "nan" not in written
-    for level in (0, 120):
-        with pytest.raises(ConfigError, match=f"--level {level} must be above 0 and at most 100, a percentage"):
-            tables_of(folders, level)
 
 
 def test_three_runs_have_an_interval_that_stays_within_what_is_possible(tmp_path):
@@ -206,22 +200,14 @@ def test_what_was_kept_by_difficulty():
         assert above[:, 10].tolist() == [3, 0] and others[:, 0].tolist() == [3, 1] and above.sum() == 4
 
 
-def test_a_page_of_a_long_run_has_every_kth_step_and_answer_and_says_so(tmp_path):
+def test_a_page_of_a_long_run_has_every_kth_step_and_says_so(tmp_path):
     folder = write_run(tmp_path / "run", [0.2] * 31)
     line = {"id": "x", "prompt": "some words " * 20, "gold": "1", "completions": [{"text": "a", "reward": 1.0}]}
     rewrite_log(folder / "samples.jsonl", [{"step": step} | line for step in range(1, 31)])
-    for step in (0, 10, 30):
-        answer = {"k": 0, "text": "some words " * 20, "verdict": "right" if step == 30 else "wrong"}
-        problem = {"set": "few", "question": "?", "gold": "1", "responses": [answer]}
-        rewrite_log(folder / f"eval_{step:06d}.jsonl", [problem | {"id": f"p{i}"} for i in range(90)])
     run = read_run(folder)
     samples = choose_completions(run, 2000)
     assert samples["every"] > 1
     assert [step["step"] for step in samples["steps"]] == [*range(30, 0, -samples["every"])][::-1]
-    held_out = choose_answers(run, 10_000)
-    pairs = held_out.pop("pairs")
-    assert held_out == {"from": 0, "to": 30, "every": held_out["every"], "better": 90, "worse": 0}
-    assert held_out["every"] > 1 and len(pairs) == -(-90 // held_out["every"]) and len(json.dumps(pairs)) < 12_000
 
 
 def test_a_page_is_read_again_while_a_run_goes_on(tmp_path, monkeypatch, uncharted):
@@ -229,3 +215,34 @@ def test_a_page_is_read_again_while_a_run_goes_on(tmp_path, monkeypatch, unchart
     for state, body in (("running", "<body data-live>"), ("died", "<body>")):
         monkeypatch.setattr(runfolder, "state_of", lambda folder, state=state: {"state": state})
         assert body in report.write_report([folder], folder).read_text()
+
+
+@pytest.mark.parametrize("own", ["{kind: none}", "{kind: topk, keep: 1}"])
+def test_shares_of_tokens_are_those_of_the_draw_that_is_advised(own, tmp_path):
+    """A flat group has no token with a gradient. A step's own share is that of its own pruner, biased or not."""
+    groups, adv_NG = make_groups([[3, 9, 20, 5]] * 6, [4] * 6), torch.randn(6, 4, dtype=torch.float64) * (torch.arange(6)[:, None] > 0)
+    rolled, (cfg, *drawn) = as_rolled(groups, adv_NG, adv_NG), (
+        toy_config(tmp_path / "run", f"prune.completions={pruner}", name="grpo_toy.yaml")
+        for pruner in (own, *(f"{{kind: pps, error: {error}, by_cost: true}}" for error in advice.ERRORS)))
+    batch, *drawn = (choose(rolled, Selection.of(settings), 0) for settings in (cfg, *drawn))
+    length_NG = torch.tensor([[3.0, 9, 20, 5]]) * (adv_NG != 0)
+    expected = [(batch.pruned.keep_NG * length_NG).sum(), *((one.pruned.prob_NG * length_NG).sum() for one in drawn)]
+    shares = advice.share_of_tokens(cfg, rolled, batch)
+    assert [shares["prune/share"], *(shares[f"prune/share_{error}"] for error in advice.ERRORS)] == pytest.approx(
+        (torch.stack(expected) / length_NG.sum()).tolist())
+
+
+def test_the_advice_by_hand():
+    """A quarter of the tokens took 0.5 s of 2: all take 3.5 s, 60% of them 2.7."""
+    lines = [{"step": 1, "prune/share": 0.25, "prune/share_0.05": 0.8, "prune/share_0.1": 0.6, "prune/share_0.3": 0.5,
+              "time/step": 2.0, "time/update": 0.5, "time/rollout": 1.4}, {"step": 1, "eval/few/accuracy": 0.5}]
+    _, head, *rows, said = advice.advice(lines, {})
+    assert [row.split() for row in rows] == [
+        ["0", "1.00", "3.5", "1.00", "to", "1.00"], ["0.05", "0.80", "3.1", "1.08", "to", "1.10"],
+        ["0.1", "0.60", "2.7", "1.18", "to", "1.24"], ["0.3", "0.50", "2.5", "1.08", "to", "1.23"]]
+    assert said == "pays here: --set 'prune.completions={kind: pps, error: 0.1, by_cost: true}'"
+    assert advice.advice(lines, {"rollout": 9.0, "update": 0.01})[-1] == "pruning does not pay here"
+    assert advice.advice(lines[1:], {}) == []
+    for wrong in ({"updates": 1.0}, {"update": 0.0}, {"update": math.nan}):
+        with pytest.raises(ConfigError, match=r"--seconds .* must give some of step, update, rollout seconds above 0"):
+            advice.advice(lines, wrong)

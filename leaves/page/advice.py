@@ -1,0 +1,65 @@
+"""How much to prune: what other errors of a draw would have cost and gained, from a run's own steps.
+
+A draw of squared error e (prune.predicted_error) gives a gradient of 1 + e times the full one's mean square.
+Where one rate is kept, Adam's progress per step goes with (1 + e)^-1/2; where noise is the limit, with
+(1 + e)^-1. docs/experiments.md has what was measured of it.
+"""
+
+import math
+from statistics import mean
+
+from config import Config
+from infra.figures import align
+from prune import Candidates, fewest, gradient_size, inclusion
+from records import Batch, Metrics, Rolled
+from settings.loader import ConfigError
+
+ERRORS = (0.05, 0.1, 0.3)
+BY_TOKENS = ("pack", "score", "update")  # phases whose seconds go with the trained tokens
+
+
+def share_of_tokens(cfg: Config, rolled: Rolled, batch: Batch) -> Metrics:
+    """Compute the share of the tokens with a gradient that this step trains on, and those that `pps` would be
+    expected to by each error. Empty without a gradient, or if a model changes the advantages.
+    """
+    if not batch.groups or not cfg.advantage.compares:
+        return {}
+    candidates = Candidates(batch.adv_NG, batch.groups, cfg.loss.normalize, batch.advantage_only, batch.seed)
+    size_K, norm_K = (gradient_size(candidates, "surprise", by_cost).flatten() for by_cost in (True, False))
+    tokens_K = candidates.len_NG.flatten() * (norm_K > 0)
+    if not tokens_K.any():
+        return {}
+    drawn = {f"_{error}": inclusion(size_K, fewest(size_K, norm_K, error)) for error in ERRORS}
+    drawn[""] = batch.trained_NG.flatten()
+    return {f"prune/share{name}": ((prob_K * tokens_K).sum() / tokens_K.sum()).item()
+            for name, prob_K in drawn.items()}
+
+
+def advice(lines: list[dict], seconds: dict[str, float]) -> list[str]:
+    """Tabulate what a step costs and gains by the error of its draw, and say which setting is best.
+
+    seconds   of phases of one step, in place of those that the run took; other phases then take none
+    Progress is per second, in parts of that of keeping all, by both exponents. A setting is advised if it
+    gains by both. Empty for a run without such shares. Raises ConfigError for other phases than the run's.
+    """
+    steps = [line for line in lines if line.get("prune/share")]
+    if not steps:
+        return []
+    took = {key.removeprefix("time/"): mean(line.get(key, 0.0) for line in steps)
+            for key in steps[-1] if key.startswith("time/")}
+    if not (seconds.keys() <= took.keys() and all(0 < value < math.inf for value in seconds.values())):
+        raise ConfigError(f"--seconds {seconds} must give some of {', '.join(took)} seconds above 0")
+    took = seconds or took
+    share = {error: mean(line[f"prune/share_{error}"] for line in steps) for error in ERRORS} | {0.0: 1.0}
+    by_tokens = sum(took.get(phase, 0.0) for phase in BY_TOKENS)
+    rest = (took.get("step") or sum(took.values())) - by_tokens
+    full = by_tokens / mean(line["prune/share"] for line in steps)
+    rows, gains = [["error of a draw (0: all kept)", "tokens", "seconds", "progress per second"]], {}
+    for error in sorted(share):
+        spent = rest + full * share[error]
+        gains[error] = [(rest + full) / spent * (1 + error) ** -power for power in (1, 0.5)]
+        rows.append([f"{error:g}", f"{share[error]:.2f}", f"{spent:.3g}",
+                     "{:.2f} to {:.2f}".format(*gains[error])])
+    best = max(gains, key=gains.get)
+    settings = f"--set 'prune.completions={{kind: pps, error: {best}, by_cost: true}}'"
+    return ["", *align(rows), f"pays here: {settings}" if best else "pruning does not pay here"]
