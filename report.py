@@ -6,7 +6,7 @@ Runs that differ in `seed`, `out`, `log` and `checkpoint` only are one row. Meth
 are compared at equal numbers of steps, of generated tokens, of trained tokens and of seconds (without
 evaluation): at the budget that every finished run reached. Runs that are under way are drawn and named, and
 left out of the tables. report.md has the tables for a pull request. Of one run it says how much pruning would
-pay, at its own seconds or at those of another machine: --seconds rollout=8,update=0.6.
+pay, at its own seconds or for another machine: --seconds rollout=8,update=0.6.
 """
 
 from infra import viewers

@@ -15,7 +15,7 @@ from records import Batch, Metrics, Rolled
 from settings.loader import ConfigError
 
 ERRORS = (0.05, 0.1, 0.3)
-BY_TOKENS = ("pack", "score", "update")  # phases whose seconds go with the trained tokens
+BY_TOKENS = ("pack", "score", "update")  # phases that take seconds in proportion to trained tokens
 
 
 def share_of_tokens(cfg: Config, rolled: Rolled, batch: Batch) -> Metrics:
@@ -39,7 +39,7 @@ def advice(lines: list[dict], seconds: dict[str, float]) -> list[str]:
     """Tabulate what a step costs and gains by the error of its draw, and say which setting is best.
 
     seconds   of phases of one step, in place of those that the run took; other phases then take none
-    Progress is per second, in parts of that of keeping all, by both exponents. A setting is advised if it
+    Progress is per second, over the progress of keeping all, by both exponents. A setting is advised if it
     gains by both. Empty for a run without such shares. Raises ConfigError for other phases than the run's.
     """
     steps = [line for line in lines if line.get("prune/share")]

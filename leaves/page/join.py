@@ -3,12 +3,12 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from config import Config
 from infra.runfolder import RunLog
 from leaves.page.advice import share_of_tokens
 from leaves.page.summary import summary
-from train import Parts
 
 
 class Summary:
@@ -24,7 +24,8 @@ class Summary:
             print(summary(self.folder), flush=True)
 
 
-def parts(cfg: Config, run: Parts) -> Parts:
+def parts(cfg: Config, run: Any) -> Any:
+    """Add the measure to train.Parts."""
     return replace(run, measures=(*run.measures, partial(share_of_tokens, cfg)))
 
 
