@@ -33,7 +33,7 @@ import train
 from infra import dist
 from learner import Learner
 from leaves.page.tables import half_width
-from prune import COMPLETIONS, PROMPTS, Candidates, Memory, gradient_size, keep_all, pps, similar_order
+from prune import COMPLETIONS, PROMPTS, Candidates, Memory, keep_all, pps, similar_order
 from records import Batch, Group, PromptDraw, Pruned, Rewards
 from settings import kinds, leaves
 from settings.kinds import Completions, Pps, Prompts, TopK
@@ -73,13 +73,13 @@ def arm(settings_of: Callable[[int], Completions]) -> Draw:
     return draw
 
 
-def by_size(size_of: Callable[[Scene], Tensor], order: str = "similar") -> Draw:
+def by_size(size_of: Callable[[Scene], Tensor], shuffled: bool = False) -> Draw:
     """Make a pruner that draws over the step by a size over sqrt(length), in `pps`'s order or shuffled."""
     def draw(scene: Scene, seed: int, k: int) -> Tensor:
-        size_NG, order_K = sizes(size_of, scene), order_of(scene)
-        if order == "shuffled":
+        order_K = order_of(scene)
+        if shuffled:
             order_K = torch.randperm(len(order_K), generator=torch.Generator().manual_seed(seed))
-        return pps(size_NG, order_K, k, "batch", seed).weight_NG
+        return pps(sizes(size_of, scene), order_K, k, "batch", seed).weight_NG
 
     return draw
 
@@ -93,21 +93,6 @@ def sizes(size_of: Callable[[Scene], Tensor], scene: Scene) -> Tensor:
 @cache
 def order_of(scene: Scene) -> Tensor:
     return similar_order(scene.candidates)
-
-
-def token_weight(scene: Scene) -> Tensor:
-    """Weigh the tokens of each completion up to a common factor, times |A|, [N, G]."""
-    candidates = scene.candidates
-    return candidates.adv_NG.abs() / (candidates.len_NG if candidates.normalize == "sequence" else 1)
-
-
-def norm(scene: Scene) -> Tensor:
-    """Guess the norm of a gradient from its length, as if its tokens were alike and independent."""
-    return token_weight(scene) * scene.candidates.len_NG.sqrt()
-
-
-def surprise(scene: Scene) -> Tensor:
-    return gradient_size(scene.candidates, "surprise", by_cost=False)
 
 
 def oracle(scene: Scene) -> Tensor:
@@ -140,12 +125,9 @@ def kept_mean(draw: Draw) -> Draw:
 ARMS = {
     "topk, group, kept mean": kept_mean(arm(lambda k: TopK(keep=k))),
     "topk, batch, full batch": arm(lambda k: TopK(keep=k, scope="batch")),
-    "random, batch": by_size(lambda scene: scene.candidates.len_NG.sqrt(), "shuffled"),
-    "pps |A|, shuffled": by_size(lambda scene: scene.candidates.adv_NG.abs(), "shuffled"),
-    "pps norm, shuffled": by_size(norm, "shuffled"),
-    "pps surprise, shuffled": by_size(surprise, "shuffled"),
-    "pps surprise": by_size(surprise),  # as Pps(keep=k, scope="batch", by_cost=True) draws
-    "pps oracle, shuffled": by_size(oracle, "shuffled"),
+    "random, batch": by_size(lambda scene: scene.candidates.len_NG.sqrt(), shuffled=True),
+    **{f"pps {size}": arm(lambda k, size=size: Pps(keep=k, scope="batch", size=size, by_cost=True))
+       for size in ("adv", "surprise")},
     "pps oracle": by_size(oracle),
     "prompts, pps": by_prompt(lambda k: kinds.ProportionalPrompts(share=k / 16)),
 }
@@ -277,7 +259,7 @@ def after_training(task: str, steps: int, out: Path) -> tuple[dict[str, dict], l
         for error, of_rollouts in by_error.items():
             of_rollouts.append(errors("", BY_ERROR, scene, error))
         for name, draw in arms.items():
-            fewest = [FEWEST] * name.startswith("pps") * (name != "pps |A|, shuffled")
+            fewest = [FEWEST] * name.startswith("pps")
             curve = [errors(name, draw, scene, k) for k in (*fewest, *range(1, 16))]
             for budget, of_rollouts in by_arm[name].items():
                 of_rollouts.append(at_budget(curve, budget))

@@ -43,6 +43,7 @@ from kept_runs import (
     read,
     table,
 )
+from scipy.stats import pearsonr
 
 MARGIN = 2.0     # points: what "does not fall" may fall, and what "needs" must lose without
 RESAMPLES = 2000
@@ -252,13 +253,6 @@ def is_biased(name: str) -> bool:
     return PRUNED[name][0].startswith(("topk", "pods"))
 
 
-def correlation(error: list[float], learnt: list[float]) -> tuple[float, float, float]:
-    """Correlate the arms' errors with their areas; the interval is Fisher's, at 95%."""
-    r = float(np.corrcoef(error, learnt)[0, 1])
-    half = 1.96 / math.sqrt(len(error) - 3)
-    return r, math.tanh(math.atanh(r) - half), math.tanh(math.atanh(r) + half)
-
-
 def of_errors(errors: dict[str, float], areas: dict[str, list[float]], count: int) -> Rows:
     """Correlate the pruned gradient's error with the area of `count` evaluations. A verdict must hold without
     FEWER_PROMPTS too."""
@@ -269,9 +263,10 @@ def of_errors(errors: dict[str, float], areas: dict[str, list[float]], count: in
         left_out = f"without the {len(names) - len(others)} that roll out fewer prompts"
         told, verdicts = [], set()
         for chosen in (names, others):
-            r, low, high = correlation([math.log10(errors[name]) for name in chosen],
-                                       [mean(areas[name]) for name in chosen])
-            told.append(f"{r:+.2f} [{low:+.2f}, {high:+.2f}]")
+            found = pearsonr([math.log10(errors[name]) for name in chosen],
+                             [mean(areas[name]) for name in chosen])
+            low, high = found.confidence_interval()  # Fisher's, at 95%
+            told.append(f"{found.statistic:+.2f} [{low:+.2f}, {high:+.2f}]")
             verdicts.add(verdict(-high, -low))
         rows.append(["a smaller error of the gradient teaches more",
                      f"log of the error and area over steps, {len(names)} arms{which}",

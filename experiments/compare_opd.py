@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 from statistics import mean
 
-from kept_runs import ROOT, Run, area_gap, experiment_status, keep, parser, print_json, read, table
+from kept_runs import ROOT, Run, area_gap, experiment_status, keep, parser, read, table
 from tqdm import tqdm
 
 RECIPE, RESULTS = ROOT / "experiments" / "opd_hard.yaml", Path(__file__).parent / "opd.jsonl.xz"
 RATE, SEEDS = "1e-4", range(5)  # 3e-4 learnt less on a seed of its own
-AGAIN = (6, 1)  # `whole` is evaluated after each of its first steps: others' whole budgets lie there
+AGAIN = {"whole": (6, 1)}  # evaluated after each of its first steps: others' whole budgets lie there
 COSTS = ("teacher tokens", "all tokens", "seconds", "steps")
 KEPT = (4, 2, 1)  # of 8
 
@@ -38,7 +38,7 @@ ARMS = {
 
 def report() -> None:
     """Print the differences of areas to `whole`, each pair at the most that both have spent."""
-    kept, rows, figures = read(RESULTS), [], {}
+    kept, rows = read(RESULTS), []
     arms = {name: {seed: kept[run.name] for seed in SEEDS if (run := run_of(name, seed)).name in kept}
             for name in ARMS}
     for name, by_seed in arms.items():
@@ -46,17 +46,14 @@ def report() -> None:
             continue
         share = mean(line["teacher/share"] for record in by_seed.values() for line in record.lines
                      if "teacher/share" in line)
-        cells = [str(area_gap(by_seed, arms["whole"], cost, len(ARMS) - 1)) for cost in COSTS]
         seconds = mean(record.about["cpu_seconds"] for record in by_seed.values())
-        rows.append([name, str(len(by_seed)), f"{share:.2f}", *cells, f"{seconds:.0f}"])
-        figures[name] = dict(zip(COSTS, cells, strict=True))
-    print(*table(["area less whole's, points; evaluations", "runs", "read", *COSTS, "CPU s"], rows), sep="\n")
-    print_json("compare_opd", arms=figures)
+        rows.append([name, str(len(by_seed)), f"{share:.2f}", f"{seconds:.0f}",
+                     *(str(area_gap(by_seed, arms["whole"], cost, len(ARMS) - 1)) for cost in COSTS)])
+    print(*table(["area less whole's, points; evaluations", "runs", "read", "CPU s", *COSTS], rows), sep="\n")
 
 
 def run_of(name: str, seed: int) -> Run:
-    again = AGAIN if name == "whole" else None
-    return Run(name.replace("/", "of"), ARMS[name], RATE, seed, recipe=str(RECIPE), again=again)
+    return Run(name.replace("/", "of"), ARMS[name], RATE, seed, recipe=str(RECIPE), again=AGAIN.get(name))
 
 
 def experiment() -> None:

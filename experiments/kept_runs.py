@@ -10,7 +10,6 @@ Dimension key:  E evaluations of a run,  P runs in pairs.
 
 import json
 import lzma
-import math
 import os
 import platform
 import resource
@@ -27,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 from filelock import FileLock
+from scipy.stats import t as student
 from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
@@ -47,13 +47,12 @@ from settings.loader import flatten  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results.jsonl.xz"
 RECIPE = "grpo_hard.yaml"  # that arms are differences from unless they name another one
-KEPT = ("step", "rollout/tokens", "rollout/prompts", "rollout/length", "train/tokens",
-        "train/grad_norm", "prune/kept",
-        "prune/offered", "reward/mean", "advantage/flat_groups", "critic/explained_variance", "age/mean",
-        "age/old_tokens", "mismatch/ess", "teacher/tokens", "teacher/share", "teacher/kl", "time/rollout",
-        "time/reward", "time/score", "time/update", "time/critic", "time/sync", "time/step", "time/eval")
+KEPT = ("step", "rollout/tokens", "rollout/prompts", "rollout/length", "train/tokens", "train/grad_norm",
+        "prune/kept", "prune/offered", "prune/error", "reward/mean", "advantage/flat_groups", "age/mean",
+        "critic/explained_variance", "age/old_tokens", "mismatch/ess", "teacher/tokens", "teacher/share",
+        "teacher/kl", *(f"time/{phase}" for phase in (
+            "rollout", "reward", "score", "update", "critic", "sync", "step", "eval")))
 DIGITS = 6   # behind the point
-RESAMPLES = 10_000  # of the problems, for the interval of a difference
 LAST = 0.75  # the end of a curve is what lies behind this share of a budget
 
 
@@ -346,8 +345,8 @@ def difference(these_P: list[float], those_P: list[float], comparisons: int) -> 
     gap_P = np.array(these_P) - np.array(those_P)
     error, df = gap_P.std(ddof=1) / len(gap_P) ** 0.5, len(gap_P) - 1
     middle = float(gap_P.mean())
-    half = float(quantile(0.05 / comparisons, df) * error)
-    p_value = chance(abs(middle) / max(error, 1e-12), df)
+    half = float(student.isf(0.025 / comparisons, df) * error)
+    p_value = float(2 * student.sf(abs(middle) / max(error, 1e-12), df))
     return Difference(middle, middle - half, middle + half, p_value)
 
 
@@ -378,38 +377,9 @@ def area_gap(these: dict[int, Record], those: dict[int, Record], cost: str, comp
     return Gap(counts, difference(*areas, comparisons))
 
 
-def chance(t: float, df: int) -> float:
-    """Compute the chance of |T| >= t under Student's distribution, by its finite sum in theta = atan(t / sqrt
-    df). chance(2.776, 4) = 0.050."""
-    theta = math.atan(t / df ** 0.5)
-    cos, sin = math.cos(theta), math.sin(theta)
-    term, total = (1.0 if df % 2 == 0 else cos), 0.0
-    for k in range(df % 2, df - 1, 2):  # powers of the cosine that the next term has more than the first
-        total += term
-        term *= cos * cos * (k + 1) / (k + 2)
-    inside = sin * total if df % 2 == 0 else 2 / math.pi * (theta + sin * total)
-    return max(0.0, 1 - inside)
-
-
-def quantile(p: float, df: int) -> float:
-    """Find the t that |T| reaches with chance p, by bisection. quantile(0.05, 4) = 2.776."""
-    low, high = 0.0, 1e6
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (middle, high) if chance(middle, df) > p else (low, middle)
-    return low
-
-
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
     """Write a table as markdown."""
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
-
-
-def paired_interval(difference_N: np.ndarray) -> tuple[float, float]:
-    """Compute the 95% interval of a mean difference, by a bootstrap over problems with a fixed seed."""
-    draw, N = np.random.default_rng(0), len(difference_N)
-    means = [difference_N[draw.integers(0, N, N)].mean() for _ in range(RESAMPLES)]
-    return tuple(np.percentile(means, (2.5, 97.5)).tolist())
 
 
 def holm(p_values: list[float]) -> list[float]:

@@ -11,7 +11,6 @@ no method is said to be better than another. The report of the runs has their to
 """
 
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -21,13 +20,13 @@ import word_problems
 from kept_runs import (
     ROOT,
     experiment_status,
-    paired_interval,
     parser,
     print_json,
     run_script,
     table,
     train_once,
 )
+from scipy.stats import binomtest, bootstrap
 from tqdm import tqdm
 
 import config
@@ -52,13 +51,6 @@ def train(out: Path, method: str, steps: int | None) -> Path:
                 f"data.eval={out / 'validation.jsonl'}"]
     settings += [f"steps={steps}"] if steps else []
     return train_once(out / method.partition(",")[0].lower(), CONFIG, *settings, resume=True)
-
-
-def mcnemar(only_first: int, only_second: int) -> float:
-    """Compute the p-value of McNemar's exact test: the chance of so uneven a split if both are as good."""
-    count = only_first + only_second
-    tail = sum(math.comb(count, i) for i in range(min(only_first, only_second) + 1))
-    return min(1.0, 2 * tail / 2 ** count)
 
 
 def answered(model: Path, problems: Path, out: Path) -> list[dict]:
@@ -101,8 +93,9 @@ def difference_table(results: Answers) -> list[str]:
         cells = []
         for reading in READINGS:
             gap_N = right(results[name], reading) - right(results[before], reading)
-            low, high = paired_interval(gap_N)
-            p_value = mcnemar(int((gap_N < 0).sum()), int((gap_N > 0).sum()))
+            low, high = bootstrap([gap_N], np.mean, method="percentile", rng=0).confidence_interval
+            lost, won = int((gap_N < 0).sum()), int((gap_N > 0).sum())
+            p_value = binomtest(won, won + lost).pvalue if won + lost else 1.0  # McNemar's exact test
             cells.append(f"{gap_N.mean():+.1%} [{100 * low:+.0f}, {100 * high:+.0f}], p = {p_value:.2g}")
         rows.append([name, *cells])
     return table(["after less before", *READINGS], rows)

@@ -15,6 +15,7 @@ import claims
 import compare
 import compare_opd
 import kept_runs
+import law
 import numpy as np
 import pytest
 import torch
@@ -107,9 +108,10 @@ def test_a_comparison_that_rests_on_a_straight_line_is_none(tmp_path):
 
 def test_students_law():
     for df, t in ((1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (7, 2.365), (10, 2.228)):
-        assert kept_runs.chance(t, df) == pytest.approx(0.05, abs=5e-5)
-        assert kept_runs.quantile(0.05, df) == pytest.approx(t, abs=5e-4)
-    assert kept_runs.quantile(0.01, 4) == pytest.approx(4.604, abs=5e-4)
+        gap = kept_runs.difference([1.0, 3.0] + [2.0] * (df - 1), [0.0] * (df + 1), comparisons=1)
+        assert gap.high - gap.mean == pytest.approx(t * (2 / df / (df + 1)) ** 0.5, rel=2e-4)
+        p = kept_runs.difference([t - 1, t + 1], [0.0, 0.0], comparisons=1).p
+        assert p == pytest.approx(2 * math.atan(1 / t) / math.pi)  # one degree: Cauchy's law
     gap = kept_runs.difference([3.0, 5.0, 4.0], [1.0, 2.0, 3.0], comparisons=1)
     assert (gap.mean, gap.high - gap.mean) == pytest.approx((2.0, 4.3027 * 1 / 3 ** 0.5), abs=1e-3)
     assert kept_runs.area(np.array([0.0, 2.0]), np.array([10.0, 30.0]), 0, 1) == 15
@@ -319,9 +321,7 @@ def test_an_interval_decides_only_where_it_leaves_out_the_bound():
     assert claims.verdict(-1.5, 1, -2) == "holds" and claims.verdict(-3, -2.5, -2) == "does not"
 
 
-def test_a_correlation_by_hand_and_a_verdict_that_two_arms_carry_is_none():
-    r, low, high = claims.correlation([0, 1, 2, 3, 4, 5, 6], [6, 5, 4, 0, 3, 2, 1])
-    assert (r, low, high) == pytest.approx((-0.78571, -0.96676, -0.07996), abs=1e-5)
+def test_a_verdict_that_two_arms_carry_is_none():
     names = [*claims.PRUNED]
     few = {name: 0.01 if name in claims.FEWER_PROMPTS else 1 + 0.1 * i for i, name in enumerate(names)}
     carried = {name: [50.0 if name in claims.FEWER_PROMPTS else 40 + i % 2] for i, name in enumerate(names)}
@@ -331,16 +331,18 @@ def test_a_correlation_by_hand_and_a_verdict_that_two_arms_carry_is_none():
     assert len(errors) == 14 and sum(not claims.is_biased(name) for name in errors) == 7
 
 
-def test_every_arm_of_distillation_is_a_run_that_there_can_be():
+def test_every_arm_of_distillation_and_of_the_law_is_a_run_that_there_can_be():
     assert len({str(compare_opd.run_of(name, 0).plain_settings()) for name in compare_opd.ARMS}) == 17
+    assert len({str(law.run_of(*place, 0).plain_settings()) for place in law.PLACES}) == 22
+
+
+def test_what_a_step_is_worth_by_hand():
+    """They end at 30 after 10 steps, where the others were after 4: between 20 after 2 and 40 after 6."""
+    these, those = (Record({"cpu_seconds": 1, "wall_seconds": 1, "settings": {}}, [
+        {"step": step, "eval/x/accuracy": accuracy} for step, accuracy in curve])
+        for curve in ([(0, 0.1), (5, 0.2), (10, 0.3)], [(0, 0.1), (2, 0.2), (6, 0.4)]))
+    assert law.worth([these] * 2, [those] * 2, "steps") == pytest.approx(0.4)
 
 
 def test_holm_by_hand():
     assert kept_runs.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06]) and kept_runs.holm([]) == []
-
-
-def test_paired_intervals_cover_the_truth_at_their_rate(monkeypatch):
-    monkeypatch.setattr(kept_runs, "RESAMPLES", 400)
-    draw = np.random.default_rng(1)
-    bounds = [kept_runs.paired_interval(draw.choice([-1, 0, 1], 200, p=[0.1, 0.7, 0.2])) for _ in range(300)]
-    assert 0.91 < np.mean([low <= 0.1 <= high for low, high in bounds]) < 0.98
