@@ -184,7 +184,8 @@ def compare_gradients(own_P: Tensor, full_P: Tensor) -> Tensor:
 
 def print_gradients(learner: Learner, rolled: Rolled, arms: Arms, draws: int) -> None:
     """Print how the gradients of prunings compare with the gradient of the first, which keeps everything."""
-    say(f"\n{'gradient':<22}{'kept':>8}{'tokens':>10}{'norm':>12}{'cosine':>9}{'squared error':>15}")
+    say(f"\n{'gradient':<22}{'kept':>8}{'tokens':>10}{'norm':>12}{'cosine':>9}{'squared error':>15}"
+        f"{'predicted':>11}")
     full_P = None
     for name, (cfg, own) in arms.items():
         learner = replace(learner, loss=cfg.loss)
@@ -198,17 +199,19 @@ def print_gradients(learner: Learner, rolled: Rolled, arms: Arms, draws: int) ->
 
 
 def print_gradient(name: str, learner: Learner, batches: list[Batch], full_P: Tensor) -> None:
-    """Print the means over batches of survivors, of their tokens with a gradient, and of
-    `compare_gradients`."""
+    """Print the means over batches of survivors, of their tokens with a gradient, of `compare_gradients`, and
+    of the error that was predicted, if the draw weighs its survivors."""
     rows = []
     for batch in batches:
         length_NG = lengths(batch.groups, batch.trained_NG.shape[1])
         if batch.tokens:  # up to their cuts
             length_NG = torch.tensor([list(map(len, weights)) for weights in batch.tokens])
         counts = torch.stack([batch.pruned.keep_NG.sum(), (batch.trained_NG * length_NG).sum()])
-        rows.append(torch.cat([counts, compare_gradients(gradient(learner, batch), full_P)]))
-    kept, tokens, norm, cosine, error = torch.stack(rows).mean(dim=0)
-    say(f"{name:<22}{kept:>8g}{tokens:>10g}{norm:>12.5g}{cosine:>9.4f}{error:>15.4f}")
+        predicted = torch.tensor([torch.nan if batch.error is None else batch.error])
+        rows.append(torch.cat([counts, compare_gradients(gradient(learner, batch), full_P), predicted]))
+    kept, tokens, norm, cosine, error, predicted = torch.stack(rows).mean(dim=0)
+    say(f"{name:<22}{kept:>8g}{tokens:>10g}{norm:>12.5g}{cosine:>9.4f}{error:>15.4f}"
+        + f"{predicted:>11.4f}".replace("nan", "  -"))
 
 
 def replay(folder: Path, step: int, changes: list[str], draws: int) -> None:

@@ -44,7 +44,7 @@ LEAVES = {
     "fit": [],         # choices by counted memory; --fit
     "preflight": [],   # checks before a run; --check
     "page": [],        # the summary of a run, reports, --show
-    "trackers": ["log.to", "log.project"],                                 # Weights & Biases, TensorBoard
+    "trackers": ["log.to", "log.project"],                                 # Weights & Biases
     # a system prompt that stands in a file of a release
     "released": ["data.system_prompt.file", "data.system_prompt.field"],
     "own_rewards": [],  # reward.custom_file: functions of the user's own, which reward.py imports

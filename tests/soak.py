@@ -2,7 +2,7 @@
 
     python tests/soak.py [--steps 2000] [--ranks 2] [--config calculator_toy.yaml] [--set a.b=c]
 
-A small run with a tool saves every 20 steps, keeps two checkpoints and writes to both trackers offline. At each tenth
+A small run with a tool saves every 20 steps, keeps two checkpoints and writes to wandb offline. At each tenth
 of its steps, and after its end, a line says what it holds: memory (PSS) of the ranks and of all else that it has
 started, processes, threads, open files, temporary and shared files, and its folder without the logs, which grow by a
 line a step. Exits with 1 if all of the last three are more than the three before them by over a tenth, or if anything
@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import psutil
 from survive import ROOT, steps_logged
 
-GROW = {"metrics.jsonl", "samples.jsonl", "decisions.jsonl", "wandb", "tensorboard"}
+GROW = {"metrics.jsonl", "samples.jsonl", "decisions.jsonl", "wandb"}
 SETTINGS = ["rollout.group_size=4", "rollout.prompts_per_step=4", "rollout.max_new_tokens=32", "checkpoint.every=20",
-            "checkpoint.keep=2", "eval.every=500", "eval.limit=16", "log.to=[wandb,tensorboard]", "data.limit=64"]
+            "checkpoint.keep=2", "eval.every=500", "eval.limit=16", "log.to=[wandb]", "data.limit=64"]
 COLUMNS = ("step", "s", "ranks MiB", "others MiB", "processes", "threads", "files", "temporary", "shared", "folder MiB")
 
 

@@ -64,9 +64,9 @@ def shown(capsys, folder: Path, step: int, *changes: str, draws: int = 0) -> str
 
 
 def row(text: str, name: str) -> list[float]:
-    """A line of the table of gradients: kept, tokens, norm, cosine, squared error."""
-    line, = re.findall(rf"^ *{re.escape(name)} +([-\d. e+a-z]+)$", text.partition("squared error")[2], re.MULTILINE)
-    return [float(word) for word in line.split()]
+    """A line of the table of gradients: kept, tokens, norm, cosine, squared error, predicted error if it weighs."""
+    line, = re.findall(rf"^ *{re.escape(name)} +([-\d. e+a-z]+)$", text.partition("predicted")[2], re.MULTILINE)
+    return [float(word) for word in line.split() if word != "-"]
 
 
 def norms(text: str) -> tuple[float, float]:
@@ -107,9 +107,10 @@ def test_what_another_pruning_would_have_done_is_what_it_does(run_of, tmp_path, 
     train.train(run_config("cppo", tmp_path / "other", "steps=1", *changes))
     text = shown(capsys, run_of("cppo"), 1, *changes)
     line, = steps_of(tmp_path / "other")
-    kept, tokens, norm, *_ = row(text, "--set")
+    kept, tokens, norm, *_, predicted = row(text, "--set")
     assert norm == pytest.approx(line["train/grad_norm"], rel=1e-4)
     assert (kept, tokens) == (line["prune/kept"], line["train/tokens"])
+    assert predicted == pytest.approx(line["prune/error"], abs=1e-4) != 0
     text = shown(capsys, run_of("cppo"), 1, "prune.completions.kind=none", "loss.denominator=all")
     assert row(text, "--set")[2:] == row(text, "full batch")[2:] and row(text, "--set")[3:] == [1, 0]
 
@@ -125,7 +126,7 @@ def test_each_draw_is_one_pass_of_the_training_step(name, run_of, monkeypatch, c
                  "loss.denominator=all", draws=5)
     drawn = 2 if name == "dppo" else 1  # its own pruning draws too, that of cppo does not
     assert text.count("mean of 5 draws") == drawn and len(seen) == 3 + drawn * 5
-    printed = re.findall(r"mean of 5 draws +(.+)", text)[-1].split()[2:]
+    *printed, _ = re.findall(r"mean of 5 draws +(.+)", text)[-1].split()[2:]
     assert list(map(float, printed)) == pytest.approx(torch.stack(seen[-5:]).mean(dim=0).tolist(), rel=1e-3)
 
 

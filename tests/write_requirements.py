@@ -32,7 +32,7 @@ RESOLVE = ("pip", "compile", "--quiet", "--universal", "--python-version", "3.11
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 PLATFORM = "x86_64-manylinux_2_31"  # the oldest glibc that every wheel of vLLM's runs on
 TAGS = [f"--platform=manylinux{glibc}_x86_64" for glibc in ("2014", *(f"_2_{version}" for version in range(31, 4, -1)))]
-EXTRAS = ("cpu", "gpu", "trackers", "dev", "peers")  # `real` is installed without what it depends on
+EXTRAS = ("cpu", "gpu", "dev", "peers")  # `real` is installed without what it depends on
 STRAY = "build_backend.py"  # which two wheels hold beside their packages, and nothing imports
 
 

@@ -3,7 +3,7 @@
 from typing import Literal
 
 CHOICES = {
-    "log.to": list[Literal["wandb", "tensorboard"]] | None,  # trackers that get the metrics too
+    "log.to": list[Literal["wandb"]] | None,  # trackers that get the metrics too
     "log.project": str | None,  # the run's project on wandb; null: winnow
 }
-HOOKS = ("decide", "watch")
+HOOKS = ("watch",)

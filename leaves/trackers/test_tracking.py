@@ -1,21 +1,17 @@
-"""What reaches Weights & Biases, by the calls of the real package, and TensorBoard, by its own reader."""
+"""What reaches Weights & Biases, by the calls of the real package."""
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import wandb
 from conftest import toy_config
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import config
 import train
 from infra import runfolder
-from leaves.trackers import join, trackers
-from settings.loader import ConfigError
+from leaves.trackers import join
 
 SHORT = ["rollout.max_new_tokens=16", "eval.max_new_tokens=8", "log.to=[wandb]"]
 
@@ -87,7 +83,7 @@ def test_a_run_that_failed_and_goes_on_is_one_run_and_all_is_sent_again(calls, t
 @pytest.mark.slow
 @pytest.mark.parametrize("missing", [pytest.param("network", marks=pytest.mark.slow), "login"])
 def test_a_run_goes_on_without_network_or_login_and_says_it_once(missing, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(trackers, "LONGEST_WAIT", 0.5)
+    monkeypatch.setattr(join, "LONGEST_WAIT", 0.5)
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # where nobody listens
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
@@ -111,7 +107,8 @@ def test_what_fails_in_a_run_is_said_once(failing, calls, tmp_path, monkeypatch,
         raise wandb.Error("refused\nat length")
 
     monkeypatch.setattr(*((wandb, "init") if failing == "init" else (wandb.Run, failing)), fail)
-    tracker = trackers.Tracker("wandb", toy_config(tmp_path / "run", *SHORT), tmp_path, "1a2b3c4d")
+    (tmp_path / "env.json").write_text("{}")
+    tracker = join.Tracker(toy_config(tmp_path / "run", *SHORT), tmp_path)
     for _ in range(2):
         tracker.log({"step": 1})
     for _ in range(2):
@@ -120,23 +117,7 @@ def test_what_fails_in_a_run_is_said_once(failing, calls, tmp_path, monkeypatch,
     assert said.startswith("wandb gets no more of this run: refused; with WANDB_MODE=offline") and said.count("\n") == 1
 
 
-@pytest.mark.slow
-def test_tensorboard_has_every_step_once_when_the_run_goes_on_too(tmp_path):
-    cfg = toy_config(tmp_path / "run", *SHORT[:2], "log.to=[tensorboard]", "checkpoint.every=1")
-    train.train(replace(cfg, steps=1))
-    train.train(cfg, resume="always")
-    lines = runfolder.read_log(tmp_path / "run" / "metrics.jsonl")
-    expected = {(line["step"], key): value for line in lines for key, value in line.items()
-                if isinstance(value, int | float) and key != "step"}
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"), {"scalars": 0}).Reload()
-    kept = [(event.step, key, event.value) for key in events.Tags()["scalars"] for event in events.Scalars(key)]
-    assert {(step, key) for step, key, _ in kept} == expected.keys() and len(kept) == len(expected)
-    assert all(value == np.float32(expected[step, key]) for step, key, value in kept)
-
-
-def test_a_missing_package_is_said_before_the_run(tmp_path, monkeypatch):
+def test_without_the_package_a_run_says_so_and_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match="log.to: wandb cannot be imported .*; pip install -r requirements/trackers"):
-        train.train(toy_config(tmp_path / "run", *SHORT))
-    assert not (tmp_path / "run").exists()
-    assert join.decide(toy_config(tmp_path / "run", "log.to=null"), None) is None
+    join.Tracker(toy_config(tmp_path / "run", *SHORT), tmp_path).finish({})
+    assert capsys.readouterr().err.startswith("wandb gets no more of this run: import of wandb halted")
