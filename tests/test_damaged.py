@@ -211,8 +211,6 @@ def logged(tmp_path_factory) -> Path:
                                                   "completions": [COMPLETION]}])
     lines.rewrite_log(folder / "decisions.jsonl", [{"step": 1, "prompts": [{"right": [1, 0],
                                                                             "completion_weight": [1.0, 0]}]}])
-    for step in (0, 1):
-        lines.rewrite_log(folder / f"eval_{step:06d}.jsonl", [PROBLEM])
     report.write_report([folder], folder.parent / "page")  # as it is, it has a page
     return folder
 
@@ -225,9 +223,6 @@ def logged(tmp_path_factory) -> Path:
     ("samples.jsonl", ("completions", 0, "reward"), None, ":1: 'reward' is missing"),
     ("samples.jsonl", ("completions",), 3, " holds a value that no run writes .TypeError: 'int' object"),
     ("decisions.jsonl", ("prompts", 0, "completion_weight"), [1.0], " holds a value that no run writes .ValueError"),
-    ("eval_000001.jsonl", ("responses", 0, "verdict"), None, ":1: 'reward' is missing"),
-    ("eval_000000.jsonl", ("responses",), None, ":1: 'responses' is missing"),
-    ("eval_000001.jsonl", ("set",), {}, " holds a value that no run writes .TypeError: unhashable"),
 ])
 def test_a_line_of_a_log_that_was_edited_is_named(name, keys, value, message, logged, tmp_path, monkeypatch):
     report, charts = pytest.importorskip("report"), pytest.importorskip("leaves.page.charts")

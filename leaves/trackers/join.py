@@ -9,6 +9,7 @@ import secrets
 import sys
 from collections.abc import Callable
 from hashlib import sha256
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,7 @@ class Tracker:
 
 def begin(cfg: Config, folder: Path) -> Any:
     """Begin a run of wandb, or go on with it."""
-    import wandb
-
+    wandb = import_module("wandb")
     wandb.setup(wandb.Settings(silent=True))  # nothing is printed, and no question asked at a terminal
     settings = wandb.Settings(console="off", init_timeout=LONGEST_WAIT, finish_timeout=LONGEST_WAIT,
                               finish_timeout_raises=True)
