@@ -25,7 +25,7 @@ from infra import dist
 from infra.checkpoint import step_folders
 from infra.device import engine_spec, find_device, fit_engine
 from infra.signals import exit_status
-from infra.tokenizer import Tokenizer, as_messages
+from infra.tokenizer import as_messages, load_tokenizer
 from infra.weights import read_shape
 from records import Prompt, Request
 from rollout import start_engine
@@ -44,7 +44,7 @@ class Conversation:
         self.cfg = cfg
         device = dist.init(find_device(cfg.device))
         folder, load_policy = find_loader(cfg.model.path)
-        self.tokenizer = leaves.through("tokenizer", cfg, Tokenizer(folder, cfg.data, cfg.rollout.stop or ()))
+        self.tokenizer = load_tokenizer(cfg, folder)
         self.longest = min(read_shape(folder).max_positions, cfg.own_longest or CONTEXT)
         spec = replace(engine_spec(cfg, device, self.tokenizer, self.longest), slots=1)
         kind, spec = fit_engine(cfg.rollout.engine, spec)

@@ -6,22 +6,14 @@ A solution in the place of the answer is taken apart as a completion is: its las
 "####" or "the answer is".
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
 from infra.named_sets import NAMED_SETS, find_files, read_named
-from infra.rows import (
-    Columns,
-    columns_of,
-    find_cell,
-    messages_of,
-    missing_column,
-    spelled,
-    with_letters,
-)
+from infra.rows import Columns, columns_of, find_cell, messages_of, missing_column, spelled, with_letters
+from infra.terminal import to_stderr
 from infra.tokenizer import Tokenizer
 from infra.trial import SECONDS, try_first
 from records import Problem, Prompt, frozen
@@ -64,8 +56,8 @@ def load_problems(names: str, folder: str | None = None, training: bool = False,
     rows = {(problem.question, str(problem.messages), problem.answer) for problem in problems.values()}
     repeated, differing = len(problems) - len(rows), len(rows) - len({row[:2] for row in rows})
     if training and repeated + differing:
-        print(f"{names}: of {len(problems)} rows {repeated} repeat another one, and {differing} have another "
-              "answer to the same question; all are trained on", file=sys.stderr)
+        to_stderr(f"{names}: of {len(problems)} rows {repeated} repeat another one, and {differing} have "
+                  "another answer to the same question; all are trained on")
     return list(problems.values())
 
 
@@ -86,7 +78,7 @@ def load_file(name: str, path: Path | None, training: bool, columns: Columns, an
     stem = encodable((path or Path(name)).stem)
     rows = [(row, place, f"{stem}/{i}") for i, (place, row) in enumerate(rows)]
     if size not in (None, len(rows)):
-        print(f"{name} holds {len(rows)} problems here, not {size}", file=sys.stderr)
+        to_stderr(f"{name} holds {len(rows)} problems here, not {size}")
     for mark, why in DOUBTFUL_ROWS.items() if training else ():
         rows = leave_out(rows, lambda row, mark=mark: row[0].get(mark), f"{name}: ", f"problems {why} and")
     if not rows:
@@ -98,7 +90,7 @@ def leave_out(items: list, is_out: Callable[[Any], Any], source: str, why: str) 
     """Return the items that are not out, and print the number of the others."""
     kept = [item for item in items if not is_out(item)]
     if len(kept) < len(items):
-        print(f"{source}{len(items) - len(kept)} of {len(items)} {why} are left out", file=sys.stderr)
+        to_stderr(f"{source}{len(items) - len(kept)} of {len(items)} {why} are left out")
     return kept
 
 

@@ -33,7 +33,7 @@ from infra.device import engine_spec, find_device, fit_engine
 from infra.figures import results_table, summarise
 from infra.rows import all_have_answers
 from infra.signals import exit_status
-from infra.tokenizer import Tokenizer
+from infra.tokenizer import Tokenizer, load_tokenizer
 from infra.weights import check_positions, find_model, read_shape
 from records import EngineSpec, Problem, Prompt, Request, Rewards, frozen, plain
 from rollout import Engine, start_engine
@@ -99,15 +99,8 @@ def load_sets(cfg: Config, tokenizer: Tokenizer) -> list[EvalSet]:
 # ---- sample and grade
 
 def evaluate(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, sampling: Sampling,
-             progress: str | None = None) -> dict:
-    """Sample and judge sampling.n answers to every problem, spread over the ranks; all get `summarise`."""
-    problems = answer_problems(engine, tokenizer, held_out, sampling, progress)
-    return summarise(problems, held_out.bounds)
-
-
-def answer_problems(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, sampling: Sampling,
-                    progress: str | None, store: Any = None) -> list[dict]:
-    """Sample and judge, and return every problem with its responses.
+             progress: str | None = None, store: Any = None) -> dict:
+    """Sample and judge sampling.n answers to every problem, spread over the ranks; all get `summarise`.
 
     Responses that a `store` holds (infra/results.py) are not sampled again; new ones are written to it as
     they come.
@@ -125,8 +118,9 @@ def answer_problems(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, sam
         stored |= {(response["id"], response["k"]): response for response in responses}
         if store:
             store.keep(held_out.name, responses)
-    return [{"id": p.id, "question": p.question, "gold": p.answer, "level": p.level, "subject": p.subject,
-             "responses": [stored[p.id, k] for k in range(sampling.n)]} for p in held_out.problems]
+    problems = [{"id": p.id, "question": p.question, "gold": p.answer, "level": p.level, "subject": p.subject,
+                 "responses": [stored[p.id, k] for k in range(sampling.n)]} for p in held_out.problems]
+    return summarise(problems, held_out.bounds)
 
 
 def sample_responses(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet,
@@ -190,8 +184,8 @@ def name_changed_files(cfg: Config, names: list[str], tokenizer: Tokenizer) -> N
 
             for setting, copy in changed_files(run, files_of(cfg.reward, tokenizer)).items():
                 if copy.is_file():
-                    print(f"the file of {setting} has changed since the run began: it was {copy}",
-                          file=sys.stderr)
+                    terminal.to_stderr(
+                        f"the file of {setting} has changed since the run began: it was {copy}")
 
 
 def start_or_keep(started: list, name: str, spec: EngineSpec, model: str) -> Engine:
@@ -210,7 +204,7 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, star
     """Evaluate the model of a config; responses that `out` holds already are not sampled again."""
     device = dist.init(find_device(cfg.device))
     folder, load_policy = find_loader(cfg.model.path)
-    tokenizer = leaves.through("tokenizer", cfg, Tokenizer(folder, cfg.data, cfg.rollout.stop or ()))
+    tokenizer = load_tokenizer(cfg, folder)
     sets = [s.first(cfg.eval.limit) for s in load_sets(cfg, tokenizer)]
     if cfg.reward.custom_file:
         from reward import own_rewards
@@ -237,9 +231,8 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, star
     engine.sync(load_policy(spec.folder, spec.dtype))
     summaries = {}
     for s in sets:
-        progress = s.name if dist.rank() == 0 else None
-        problems = answer_problems(engine, tokenizer, s, sampling, progress, store)
-        summaries[s.name] = summarise(problems, s.bounds)
+        progress = s.name if dist.is_first() else None
+        summaries[s.name] = evaluate(engine, tokenizer, s, sampling, progress, store)
     result = {"head": head, "results": summaries}
     if store:
         store.finish(result)
@@ -265,7 +258,7 @@ def evaluate_models(args: argparse.Namespace) -> None:
     started = []
     for model, out in zip(map(str, models), outs, strict=True):
         result = evaluate_model(config.with_value(cfg, "model.path", model), args, out, started)
-        if dist.rank() == 0:
+        if dist.is_first():
             print(*[model] * (len(models) > 1), results_table(result["results"]), sep="\n", flush=True)
 
 

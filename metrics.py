@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import fmean
 from time import perf_counter
 
 import torch
@@ -86,8 +87,8 @@ def rollout_metrics(rolled: Rolled, batch: Batch) -> Metrics:
     if "reward/mean" in metrics:
         scored_NG = ended_NG & ~reward_NG.isnan()
         metrics["reward/std"] = reward_NG[scored_NG].std(correction=0).item()
-    metrics["rollout/length"] = sum(s.own for s in ended) / len(ended)
-    metrics["rollout/truncated"] = sum(not s.finished for s in ended) / len(ended)
+    metrics["rollout/length"] = fmean(s.own for s in ended)
+    metrics["rollout/truncated"] = fmean(not s.finished for s in ended)
     return metrics
 
 

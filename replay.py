@@ -68,14 +68,6 @@ def step_config(folder: Path, step: int, changes: list[str]) -> Config:
     return config.with_value(cfg, "log.to", None) if "trackers" in leaves.chosen(cfg) else cfg
 
 
-def require_pruning_alone(own: Config, given: Config) -> None:
-    """Raise ConfigError if --set changes a setting that acts before completions are pruned."""
-    for key, change in runfolder.changed_settings(own, given).items():
-        if not key.startswith(MAY_CHANGE):
-            raise ConfigError(f"--set {change}: the step has been rolled out; here prune.completions.*, "
-                              "prune.tokens.*, prune.truncated and loss.denominator can be set")
-
-
 def read_step(folder: Path, step: int) -> tuple[dict, dict]:
     """Find a step's lines in decisions.jsonl and metrics.jsonl. Raises ConfigError if it cannot be done
     again."""
@@ -218,7 +210,10 @@ def replay(folder: Path, step: int, changes: list[str], draws: int) -> None:
     """Do a step again and print it. Raises ConfigError."""
     line, logged = read_step(folder, step)
     own, given = step_config(folder, step, []), step_config(folder, step, changes)
-    require_pruning_alone(own, given)
+    for key, change in runfolder.changed_settings(own, given).items():
+        if not key.startswith(MAY_CHANGE):
+            raise ConfigError(f"--set {change}: the step has been rolled out; here prune.completions.*, "
+                              "prune.tokens.*, prune.truncated and loss.denominator can be set")
     everything = replace(own.prune, completions=kinds.KeepAll(), tokens=kinds.WholeCompletions())
     configs = {"full batch": replace(own, prune=everything), "the run's": own}
     if given != own:

@@ -48,7 +48,7 @@ from infra.runfolder import Resume
 from infra.signals import exit_status
 from infra.stopping import Stop, Stopped, asked_to_stop, stop_engine
 from infra.stored import once_a_node
-from infra.tokenizer import Tokenizer
+from infra.tokenizer import Tokenizer, load_tokenizer
 from infra.weights import check_positions, find_model
 from learner import Learner, NotFinite, build_learner
 from metrics import Clock, list_decisions, memory_metrics, rollout_metrics, sample_lines
@@ -151,7 +151,7 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     task = load_task(cfg)
     files = runfolder.files_of(cfg.reward, task.tokenizer)
     weights = leaves.through("weights", cfg, Weights())
-    log = runfolder.RunLog(folder if dist.rank() == 0 else None)
+    log = runfolder.RunLog(folder if dist.is_first() else None)
     if folder.exists():
         log.lock()  # before models are loaded: another run may have only just begun there
     inputs = task.inputs | weights.identify(task.source) | checkpoint.describe_code()
@@ -211,7 +211,7 @@ def evaluate_sets(run: Run, step: int) -> None:
     clock = Clock()
     results = {}
     for s in parts.task.sets:
-        bar = f"eval {s.name}" if dist.rank() == 0 else None
+        bar = f"eval {s.name}" if dist.is_first() else None
         results[s.name] = evaluate(parts.engine, parts.task.tokenizer, s, sampling, bar)
     if results:
         run.log.evaluated(step, results, clock.metrics()["time/step"])
@@ -230,7 +230,7 @@ def load_task(cfg: Config) -> data.Task:
     """Load the tokenizer and all problems, and render them as prompts. Collective. Raises ConfigError."""
     dist.init(find_device(cfg.device))
     source = find_model(cfg.model.path)
-    tokenizer = leaves.through("tokenizer", cfg, Tokenizer(source, cfg.data, cfg.rollout.stop or ()))
+    tokenizer = load_tokenizer(cfg, source)
     sets = load_sets(cfg, tokenizer) if cfg.data.eval else []
     (problems, prompts), (graded, inputs) = once_a_node(partial(load_prompts, cfg, source, tokenizer, sets))
     # Problems beyond eval.limit are left out of training too.
@@ -306,20 +306,18 @@ def log_step(run: Run, step: int, rolled: Rolled, batch: Batch, measured: Metric
 
 def main() -> int:
     args = commands.of_train(__doc__)
+    run_it = partial(run_command, args)
     if args.settings is not None:
-        return exit_status(partial(show_settings, args.settings))
-    return exit_status(
-        partial(run_command, args), lambda: how_to_go_on(Path(config.load(args.config, args.set).out)))
-
-
-def show_settings(section: str) -> None:
-    from leaves.page.show import describe_settings
-
-    print(describe_settings(section))
+        return exit_status(run_it)
+    return exit_status(run_it, lambda: how_to_go_on(Path(config.load(args.config, args.set).out)))
 
 
 def run_command(args: argparse.Namespace) -> int | None:
     """Run the command line; returns the exit status."""
+    if args.settings is not None:
+        from leaves.page.show import describe_settings
+
+        return print(describe_settings(args.settings))
     cfg = config.load(args.config, args.set)
     if args.show:
         from leaves.page.show import resolved
@@ -348,7 +346,7 @@ def run_command(args: argparse.Namespace) -> int | None:
         train(cfg, args.resume, Stop())
     except NotFinite as error:
         path = Path(cfg.out) / f"not_finite_step_{error.step:06d}.pt"
-        if dist.rank() == 0:
+        if dist.is_first():
             save_plainly(error.records, path)
             print(f"error: {error}; the step's batch is in {path}; {how_to_go_on(path.parent)}",
                   file=sys.stderr)

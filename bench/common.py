@@ -14,10 +14,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # before this folder, which has files with names of ours
 
-
-def parser(description: str) -> argparse.ArgumentParser:
-    layout = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(description=description, formatter_class=layout)
+from infra.terminal import new_parser as parser  # noqa: E402, F401
 
 
 def listed(known: list[str]) -> Callable[[str], list[str]]:
@@ -48,9 +45,7 @@ def table(rows: list[dict], left_out: tuple[str, ...] = ()) -> str:
     """Write rows as a table of markdown, with the columns that any of them has a value in."""
     filled = dict.fromkeys(key for row in rows for key, value in row.items() if value not in ("", None))
     columns = [key for key in filled if key not in left_out]
-    lines = [columns]
-    for row in rows:
-        lines.append([cell(row.get(key)).replace("|", "\\|") for key in columns])
+    lines = [columns, *([cell(row.get(key)).replace("|", "\\|") for key in columns] for row in rows)]
     widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     text = ""

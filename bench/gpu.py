@@ -124,11 +124,9 @@ def attempt(name: str, shape: str, out: Path, seconds: float, gpus: int | None =
         return {"skipped": f"it needs {part.ranks} GPUs"}
     if seconds < 5:
         return {"skipped": f"no time was left; --parts {name} has it to itself"}
-    command = [sys.executable, __file__, "--part", name, "--shapes", shape, "--out", str(out)]
-    if part.ranks > 1:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(part.ranks)]
-        command = [sys.executable, *torchrun, *command[1:]]
-    reason = supervise(command, seconds)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(part.ranks)]
+    launcher = [sys.executable, *(torchrun if part.ranks > 1 else [])]
+    reason = supervise([*launcher, __file__, "--part", name, "--shapes", shape, "--out", str(out)], seconds)
     if part.may_end:
         return {"way": "", "ended": reason or "well"}
     return {"failed": reason} if reason else {}

@@ -303,18 +303,8 @@ def tests(bench: Bench) -> None:
     return bench.add("pytest -m gpu", passed=code == 0, **failure({f"it ended with {code}": code != 0}))
 
 
-def ranks(bench: Bench) -> None:
-    """Try the same on two ranks, each with an engine of its own."""
-    check(bench)
-
-
-def tensor_parallel(bench: Bench) -> None:
-    """Try the same on two ranks that hold one engine together."""
-    check(bench, "rollout.tensor_parallel=2")
-
-
 def custom_all_reduce(bench: Bench) -> None:
-    """Try the same with vLLM's own all-reduce kernels, beside expandable segments."""
+    """Try one engine over two ranks with vLLM's own all-reduce kernels, beside expandable segments."""
     with_ours = rollout_vllm.engine_options
 
     def options(*given: object) -> dict:
@@ -322,7 +312,7 @@ def custom_all_reduce(bench: Bench) -> None:
         return {name: value for name, value in with_ours(*given).items() if name not in ours}
 
     with patch.object(rollout_vllm, "engine_options", options):
-        tensor_parallel(bench)
+        check(bench, "rollout.tensor_parallel=2")
 
 
 def updates(bench: Bench) -> None:
@@ -449,4 +439,6 @@ def sync_seconds(bench: Bench, engine: Engine, policy: Decoder) -> dict[str, lis
 
 
 FUNCTIONS = {part.__name__: part for part in (
-    machine, kernels, check, ranks, tensor_parallel, custom_all_reduce, updates, step, rollout, tests)}
+    machine, kernels, check, custom_all_reduce, updates, step, rollout, tests)}
+# The same on two ranks: with an engine each, and with one together.
+FUNCTIONS |= {"ranks": check, "tensor_parallel": lambda bench: check(bench, "rollout.tensor_parallel=2")}

@@ -67,20 +67,16 @@ def made(count: int, kinds: tuple[str, ...], rng: random.Random) -> list[tuple[s
     return [(gold, rf"Therefore it is $\boxed{{{text}}}$.") for gold, text in pairs]
 
 
-def plain(gold: str, text: str) -> bool:
-    """Ask math-verify, as its documentation has it."""
-    from math_verify import parse, verify
-
-    return bool(verify(parse(f"${gold}$"), parse(text)))
-
-
 def ours(pairs: list[tuple[str, str]]) -> list[bool]:
     grading.begin_verdict.cache_clear()
     return [graded["verdict"] == "right" for graded in grading.grade(pairs)]
 
 
 def theirs(pairs: list[tuple[str, str]]) -> list[bool]:
-    return [plain(gold, text) for gold, text in pairs]
+    """Ask math-verify, as its documentation has it."""
+    from math_verify import parse, verify
+
+    return [bool(verify(parse(f"${gold}$"), parse(text))) for gold, text in pairs]
 
 
 VERIFIERS: dict[str, Callable] = {"winnow": ours, "math-verify": theirs}
@@ -96,8 +92,8 @@ def speed(mix: str, rounds: int, count: int = PAIRS) -> list[dict]:
         pairs = made(count, kinds, random.Random(i))
         for name in list(VERIFIERS)[::1 if i % 2 else -1]:
             rates[name].append(count / timed(lambda name=name, pairs=pairs: VERIFIERS[name](pairs)))
-    rows = [{"verifier": name, "answers/s": measured} for name, measured in rates.items()]
-    return show(f"{mix}: {count} answers, {rounds} rounds in turns, {grading.WORKERS} worker", rows)
+    return show(f"{mix}: {count} answers, {rounds} rounds in turns, {grading.WORKERS} worker",
+                [{"verifier": name, "answers/s": measured} for name, measured in rates.items()])
 
 
 # ---- hostile texts

@@ -142,11 +142,9 @@ class Peer:
         cfg = toy("grpo_toy.yaml", regime)
         questions = {problem.id: problem.question for problem in task.problems}
         draws = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, middle=0.5).draw(len(task.prompts))
-        rows = []
-        for draw in draws:
-            message = {"role": "user", "content": questions[draw.prompt.id]}
-            rows.append({"prompt": [message], "gold": draw.prompt.answer})
-        return Dataset.from_list(rows)
+        return Dataset.from_list([
+            {"prompt": [{"role": "user", "content": questions[draw.prompt.id]}], "gold": draw.prompt.answer}
+            for draw in draws])
 
     def reward_function(self, regime: Regime):
         """Score completions for the time it takes, and return drawn rewards, as `take_step` does."""
@@ -253,10 +251,8 @@ def compare(chosen: Regime, arms: list[str], rounds: int) -> list[dict]:
 def row_of(label: str, steps: list[dict], of_peer: list[dict]) -> dict:
     """Return an arm's seconds, and the ratios of TRL's to them."""
     row = {"arm": label}
-    for name in ("step", "cpu", *PHASES):
-        row[f"{name} s"] = median(step[name] for step in steps)
-    for name in ("length", "tokens"):
-        row[name] = mean(step[name] for step in steps)
+    row |= {f"{name} s": median(step[name] for step in steps) for name in ("step", "cpu", *PHASES)}
+    row |= {name: mean(step[name] for step in steps) for name in ("length", "tokens")}
     for name, title in (("step", "TRL / this"), ("cpu", "TRL / this, CPU")):
         row[title] = [theirs[name] / ours[name] for theirs, ours in zip(of_peer, steps, strict=True)]
     return row
@@ -268,9 +264,8 @@ def main() -> None:
     options.add_argument("--arms", type=listed(list(ARMS)), default=list(ARMS), help=",".join(ARMS))
     options.add_argument("--rounds", type=int, default=8, help=f"measured, after {WARM} that are not")
     args = options.parse_args()
-    versions = {}
-    for name in ("trl", "transformers", "accelerate", "torch"):
-        versions[name] = importlib.metadata.version(name)
+    libraries = ("trl", "transformers", "accelerate", "torch")
+    versions = {name: importlib.metadata.version(name) for name in libraries}
     settings = ", ".join(f"{name}={value!r}" for name, value in TRL.items())
     print(f"{versions}\nTRL with {MICRO} completions a pass, {settings}", flush=True)
     results = {}

@@ -16,14 +16,8 @@ from model import Decoder, empty_model
 from records import EngineSpec, Prompt, Request, Segments
 
 QWEN = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "max_position_embeddings": 32768,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 2,
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6, "max_position_embeddings": 32768, "torch_dtype": "bfloat16", "eos_token_id": 2,
 }
 SHAPES = {  # width, width within the MLP, layers, heads, key heads, vocabulary
     "1M": (128, 384, 4, 4, 2, 477),                    # toy/model
@@ -94,9 +88,10 @@ def draw_weights(model: Decoder, folder: Path | None = None) -> None:
             p.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
-def engine_spec(folder: Path, device: torch.device, slots: int, max_len: int) -> EngineSpec:
-    """Describe an engine in bfloat16 on CUDA, float32 on the CPU, whose completions never end by an EOS."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+def engine_spec(folder: Path, device: torch.device, slots: int, max_len: int, halves: bool = False,
+                ) -> EngineSpec:
+    """Describe an engine in bfloat16 on CUDA or if `halves`, else float32, whose completions have no EOS."""
+    dtype = torch.bfloat16 if halves or device.type == "cuda" else torch.float32
     backend = choose_backend("auto", device, dtype)
     return EngineSpec(folder, dtype, device, backend, frozenset(), slots, max_len)
 
@@ -119,10 +114,8 @@ def product_flop(policy: Decoder, tokens: int, scored: int) -> float:
 
 def attention_flop(policy: Decoder, rows: list[Segments]) -> float:
     """Count the FLOP of causal attention over rows, forward and backward, with no regard to windows."""
-    met = 0.0
-    for row in rows:
-        for queries, keys in zip(row.queries, row.keys, strict=True):
-            met += queries * (2 * keys - queries) / 2
+    pairs = [pair for row in rows for pair in zip(row.queries, row.keys, strict=True)]
+    met = sum(queries * (2 * keys - queries) / 2 for queries, keys in pairs)
     return 12 * policy.shape.layers * policy.shape.heads * policy.shape.head_dim * met
 
 

@@ -116,16 +116,13 @@ def seconds_of(measured: dict) -> dict[str, float]:
 
 def steps(rounds: int, keeps: tuple[int, ...] = (16, 8, 4, 2, 1)) -> list[dict]:
     """Measure steps of the toy by what is kept, in turns. No update moves the policy: all have equal work."""
-    of_keep = []
-    for keep in keeps:
-        changes = [f"prune.completions.keep={keep}", "optim.lr=1e-12"]
-        of_keep.append(config.load("cppo_toy.yaml", changes))
+    of_keep = [config.load("cppo_toy.yaml", [f"prune.completions.keep={keep}", "optim.lr=1e-12"])
+               for keep in keeps]
     cfg = of_keep[0]
     learner, sampler, history = prepare(cfg, train.load_task(cfg))
     draws = history.draw(cfg.rollout.prompts_per_step)
-    taken = []
-    for _ in range(rounds + 1):
-        taken.append([take_step(learner, sampler, draws, changed)[0] for changed in of_keep])
+    taken = [[take_step(learner, sampler, draws, changed)[0] for changed in of_keep]
+             for _ in range(rounds + 1)]
     rows = []
     for i, keep in enumerate(keeps):
         measured = [of_round[i] for of_round in taken[1:]]  # the first warms up
@@ -161,9 +158,8 @@ def drawn_step(step: str, seed: int) -> Minibatch:
 def utilisation(step: str, seed: int) -> float:
     """Compute a step's tokens, each prompt once, over what all ranks could do while the busiest one works."""
     minibatch, ranks = drawn_step(step, seed), KEPT[step][0]
-    busiest = 0
-    for mine in pack(minibatch, config.Pack(capacity=CAPACITY), ranks):
-        busiest = max(busiest, sum(sum(layout(minibatch, plan.members)[0]) for plan in mine if plan.counts))
+    busiest = max(sum(sum(layout(minibatch, plan.members)[0]) for plan in mine if plan.counts)
+                  for mine in pack(minibatch, config.Pack(capacity=CAPACITY), ranks))
     members = minibatch.keep_NG.nonzero().tolist()
     tokens = sum(len(minibatch.groups[n].prompt.ids) for n in {n for n, _ in members})
     tokens += sum(minibatch.groups[n].samples[g].length for n, g in members)
@@ -171,10 +167,9 @@ def utilisation(step: str, seed: int) -> float:
 
 
 def packing(rounds: int) -> list[dict]:
-    rows = []
-    for step, (ranks, *_) in KEPT.items():
-        drawn = [utilisation(step, seed) for seed in range(10 * rounds)]
-        rows.append({"step": step, "ranks": ranks, "utilisation": drawn})
+    rows = [{"step": step, "ranks": ranks,
+             "utilisation": [utilisation(step, seed) for seed in range(10 * rounds)]}
+            for step, (ranks, *_) in KEPT.items()]
     return show(f"Share of the ranks' time that is work, rows of {CAPACITY:,} tokens", rows)
 
 
@@ -209,9 +204,7 @@ def generate(kind: str, shape: str, slots: int, rounds: int, halves: bool) -> li
     """Measure an engine's tokens a second, its sync from a policy on one rank, and its memory."""
     device = dist.init(hardware.find_device("auto"))
     with tempfile.TemporaryDirectory() as temporary:
-        spec = engine_spec(write_config(shape, Path(temporary)), device, slots, 80 + 4 * NEW)
-        if halves:
-            spec = replace(spec, dtype=torch.bfloat16)
+        spec = engine_spec(write_config(shape, Path(temporary)), device, slots, 80 + 4 * NEW, halves)
         engine, policy = start_engine(kind, spec), random_model(spec.folder, spec.dtype, device)
         engine.sync(policy)
 
@@ -235,9 +228,7 @@ def generate_plainly(shape: str, slots: int, rounds: int, halves: bool) -> list[
     same = ("model", "load_format", "skip_tokenizer_init", "generation_config", "dtype", "max_model_len",
             "max_num_seqs", "kv_cache_memory_bytes")
     with tempfile.TemporaryDirectory() as temporary, undisturbed(device):
-        spec = engine_spec(write_config(shape, Path(temporary)), device, slots, 80 + 4 * NEW)
-        if halves:
-            spec = replace(spec, dtype=torch.bfloat16)
+        spec = engine_spec(write_config(shape, Path(temporary)), device, slots, 80 + 4 * NEW, halves)
         options = engine_options(spec, cache=PLAIN_CACHE)
         engine = LLM(**{key: options[key] for key in same})
 

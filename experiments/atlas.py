@@ -48,6 +48,7 @@ from estimators import (
     gradients,
     second_epoch_bias,
 )
+from kept_runs import table
 from torch import Tensor
 
 EXACT = 1e-12
@@ -257,15 +258,11 @@ def summary(target_P: Tensor, chance_R: Tensor, gradient_RP: Tensor, trained_RNG
     mean_P = chance_R @ gradient_RP
     scale = mean_P @ target_P / target_P.square().sum()
     size = scale.abs() * target_P.norm()
-    apart_P = mean_P - scale * target_P
     spread_R = (gradient_RP - mean_P).square().sum(dim=1)
     trained_R = trained_RNG.double().sum(dim=(1, 2))
-    return {
-        "scale": scale.item(),
-        "bias": (apart_P.norm() / size).item(),
-        "variance": (chance_R @ spread_R / size.square()).item(),
-        "trained": (chance_R @ trained_R).item(),
-    }
+    figures = {"scale": scale, "bias": (mean_P - scale * target_P).norm() / size,
+               "variance": chance_R @ spread_R / size.square(), "trained": chance_R @ trained_R}
+    return {name: figure.item() for name, figure in figures.items()}
 
 
 @cache
@@ -352,11 +349,8 @@ def grid() -> list[Row]:
     for kind, normalize in itertools.product(ADVANTAGES, FORMS):
         for name, count in itertools.product(PRUNERS, counts):
             chosen.add(Estimator(kind, normalize, count, completions=name))
-        rules = ["refill", "same refill", "ragged"]
         errors = kind in ("decoupled", "shrinkage") or normalize == "token"  # with skipped prompts
-        if not errors:
-            rules += SKIPPING
-        for name in rules:
+        for name in ("refill", "same refill", "ragged", *(() if errors else SKIPPING)):
             chosen.add(Estimator(kind, normalize, prompts=name))
     for behind, normalize in itertools.product(("near", "far"), FORMS):
         for kind in ("reward", "leave_one_out", "group_norm"):
@@ -373,26 +367,17 @@ def bias_text(bias: float) -> str:
     return "exact" if bias < EXACT else f"{bias:.3f}"
 
 
-def markdown(head: list[str], body: list[list[str]]) -> list[str]:
-    rule = ["---"] * len(head)
-    return [f"| {' | '.join(cells)} |" for cells in (head, rule, *body)]
-
-
 def table_of(rows: list[Row]) -> list[str]:
     """Write a table; one with columns has the bias in each, and the variance in brackets."""
     lines: dict[str, list[str]] = {}
     for row in rows:
         figures = measure(row)
-        bias = bias_text(figures["bias"])
-        variance = f"{figures['variance']:.2f}"
-        cells = [f"{figures['scale']:.2f}", bias, variance, f"{figures['trained']:.1f}"]
-        if row.column:
-            cells = [f"{bias} ({variance})"]
-        lines.setdefault(row.name, []).extend(cells)
-    head = ["scale", "bias", "variance", "trained"]
-    if rows[0].column:
-        head = list(dict.fromkeys(row.column for row in rows))
-    return markdown(["", *head], [[name, *cells] for name, cells in lines.items()])
+        bias, variance = bias_text(figures["bias"]), f"{figures['variance']:.2f}"
+        whole = [f"{figures['scale']:.2f}", bias, variance, f"{figures['trained']:.1f}"]
+        lines.setdefault(row.name, []).extend([f"{bias} ({variance})"] if row.column else whole)
+    columns = dict.fromkeys(row.column for row in rows if row.column)
+    head = columns or ["scale", "bias", "variance", "trained"]
+    return table(["", *head], [[name, *cells] for name, cells in lines.items()])
 
 
 def problem_table() -> list[str]:
@@ -407,31 +392,26 @@ def problem_table() -> list[str]:
         cells = [name, str(problem.len_K[k].item())]
         for q in (0, 1):
             cells.append(f"{problem.reward_QK[q, k]:g}")
-            for logp_QKL in problem.sampled.values():
-                cells.append(f"{logp_QKL[q, k].sum().exp():.2f}")
+            cells += [f"{logp_QKL[q, k].sum().exp():.2f}" for logp_QKL in problem.sampled.values()]
         body.append(cells)
-    return markdown(head, body)
+    return table(head, body)
 
 
 def tables() -> dict[str, list[str]]:
     """Compute all tables, by title."""
-    computed = {"Problem": problem_table()}
-    for title, rows in TABLES.items():
-        computed[title] = table_of(rows)
+    computed = {"Problem": problem_table()} | {title: table_of(rows) for title, rows in TABLES.items()}
     body = []
     for name in ("bernoulli", "pps", "pps of the step"):
         chosen = Estimator(completions=name)
         biases = [second_epoch_bias(problem_of("main"), chosen, redrawn) for redrawn in (False, True)]
         body.append([name, *map(bias_text, biases)])
-    computed["Second epochs"] = markdown(["bias at its own weights", "with the first draw", "redrawn"], body)
+    computed["Second epochs"] = table(["bias at its own weights", "with the first draw", "redrawn"], body)
     return computed
 
 
 def all_rows() -> list[dict[str, Any]]:
     """Compute every row once, those of the page first."""
-    by_choices = {}
-    for row in (*itertools.chain(*TABLES.values()), *grid()):
-        by_choices[row.problem, row.chosen] = row
+    by_choices = {(row.problem, row.chosen): row for row in (*itertools.chain(*TABLES.values()), *grid())}
     lines = []
     for row in by_choices.values():
         literature = isinstance(row.chosen, str)

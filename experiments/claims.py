@@ -133,11 +133,8 @@ def seconds_to(level: float, second_E: np.ndarray, accuracy_E: np.ndarray) -> fl
     above_E = np.flatnonzero(accuracy_E >= level)
     if not len(above_E):
         return math.inf
-    i = int(above_E[0])
-    if i == 0:
-        return float(second_E[0])
-    share = (level - accuracy_E[i - 1]) / (accuracy_E[i] - accuracy_E[i - 1])
-    return float(second_E[i - 1] + share * (second_E[i] - second_E[i - 1]))
+    line = slice(max(0, above_E[0] - 1), above_E[0] + 1)  # that crosses it
+    return float(np.interp(level, accuracy_E[line], second_E[line]))
 
 
 def evaluations_to(level: float, of: Curve) -> int:
@@ -222,9 +219,8 @@ def of_allocation(arms: Arms) -> Rows:
         rows.append([f"{name} is faster than GRPO on as many prompts", "seconds of all steps",
                      f"{middle:.2f} times [{low:.2f}, {high:.2f}]", "", verdict(low, high, 1.0)])
         fall = difference(ends(arms[name]), ends(arms[base]), len(others))
-        counts = own_counts(arms[name], arms[base])
-        rows.append(
-            row("... and accuracy does not fall", f"ends, against {-MARGIN:.0f}", fall, counts, -MARGIN))
+        rows.append(row("... and accuracy does not fall", f"ends, against {-MARGIN:.0f}", fall,
+                        own_counts(arms[name], arms[base]), -MARGIN))
     return rows
 
 

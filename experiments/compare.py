@@ -12,6 +12,7 @@ chosen; without those, as in a part of the comparison, at that of the config.
 import math
 import sys
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from statistics import mean
 
@@ -117,10 +118,8 @@ def kept_arms(rate_of: dict[str, str], seeds: range, results: Path) -> Arms:
 def tune(results: Path, bar: tqdm) -> None:
     """Run the six and the controls at every rate of the grid, on seeds that are not used again."""
     write("hard", ROOT, only=VALIDATION)
-    for seed in TUNING_SEEDS:
-        for name in TUNED:
-            for rate in GRID:
-                keep(arm(name, rate, seed, VALIDATION), results, bar)
+    for seed, name, rate in product(TUNING_SEEDS, TUNED, GRID):
+        keep(arm(name, rate, seed, VALIDATION), results, bar)
 
 
 def validated(results: Path) -> dict[str, Areas]:
@@ -174,15 +173,13 @@ def compared(arms: Arms, costs: Iterable[str], comparisons: int) -> dict:
     than LEAST_EVALUATIONS has no area and no end; GRPO has no difference, nor has an arm with fewer than two
     seeds. Intervals are at 1 - 0.05 / comparisons.
     """
-    curves, numbers = {}, {}
-    for name, by_seed in arms.items():
-        curves[name] = {seed: curve(record) for seed, record in by_seed.items()}
+    numbers = {}
+    curves = {name: {seed: curve(record) for seed, record in by_seed.items()}
+              for name, by_seed in arms.items()}
     for cost in costs:
         budget = least([of for by_seed in curves.values() for of in by_seed.values()], cost)
-        figures: dict[str, dict] = {}
-        for name, by_seed in curves.items():
-            count = evaluations(by_seed.values(), cost, budget)
-            figures[name] = {"runs": len(by_seed), "evaluations": count}
+        figures = {name: {"runs": len(of), "evaluations": evaluations(of.values(), cost, budget)}
+                   for name, of in curves.items()}
         measured = [name for name in arms if figures[name]["evaluations"] >= LEAST_EVALUATIONS]
         for figure, begin in (("area", 0.0), ("end", LAST)):
             values = {name: {seed: area_of(of, cost, budget, begin) for seed, of in curves[name].items()}
@@ -195,9 +192,9 @@ def compared(arms: Arms, costs: Iterable[str], comparisons: int) -> dict:
 
 def column(values: dict[str, dict[int, float]], comparisons: int) -> dict[str, dict]:
     """Compute one figure at one cost: each arm's mean, and its difference to GRPO."""
-    cells, gaps, grpo = {}, {}, values.get("grpo", {})
+    cells = {name: {"mean": mean(by_seed.values())} for name, by_seed in values.items()}
+    gaps, grpo = {}, values.get("grpo", {})
     for name, by_seed in values.items():
-        cells[name] = {"mean": mean(by_seed.values())}
         shared = sorted(by_seed.keys() & grpo.keys())
         if name != "grpo" and len(shared) > 1:
             these, those = [by_seed[seed] for seed in shared], [grpo[seed] for seed in shared]
@@ -235,11 +232,8 @@ def cost_table(arms: Arms) -> list[str]:
     for name, by_seed in arms.items():
         runs = list(by_seed.values())
         spent = [f"{mean(curve(run).spent[cost][-1] for run in runs):,.0f}" for cost in TOKENS]
-        by_phase = [phase_seconds(run.lines) for run in runs]
-        shares = [cpu_share(run) for run in runs]
-        for phase in PHASES:
-            of_runs = [of.get(phase, 0.0) * share for of, share in zip(by_phase, shares, strict=True)]
-            spent.append(f"{mean(of_runs):.1f}")
+        seconds = [(phase_seconds(run.lines), cpu_share(run)) for run in runs]
+        spent += [f"{mean(of.get(phase, 0.0) * share for of, share in seconds):.1f}" for phase in PHASES]
         rows.append([name, *spent, f"{mean(run.about['cpu_seconds'] for run in runs):.0f}"])
     return table(["method", *TOKENS, *(f"{phase} s" for phase in PHASES), "whole run, CPU s"], rows)
 
@@ -278,12 +272,10 @@ def experiment(full: bool, results: Path) -> None:
         if full:
             tune(results, bar)
         rate_of = chosen_rates(results)
-        for seed in SEEDS if full else SOME_SEEDS:
-            for name in TUNED if full else SIX:
-                keep(arm(name, rate_of[name], seed), results, bar)
-        for seed in SEEDS if full else ():
-            for name, (family, _) in OTHERS.items():
-                keep(arm(name, rate_of[family], seed), results, bar)
+        for seed, name in product(SEEDS, TUNED) if full else product(SOME_SEEDS, SIX):
+            keep(arm(name, rate_of[name], seed), results, bar)
+        for seed, name in product(SEEDS, OTHERS) if full else ():
+            keep(arm(name, rate_of[OTHERS[name][0]], seed), results, bar)
     report(results)
 
 

@@ -38,6 +38,7 @@ from kept_runs import (
     difference,
     experiment_status,
     keep,
+    listed,
     parser,
     print_json,
     read,
@@ -57,7 +58,6 @@ GRID = ("5e-5", "1e-4", "2e-4")
 NEXT = {"5e-5": "2.5e-5", "2e-4": "4e-4"}  # a best rate at an end of the grid has this neighbour tried too
 ON_VALIDATION = ("eval.n=1",)
 VALIDATION = "experiments/long_sums/validation.jsonl"
-RATE_HEAD = ["arm", "rate: area on the validation split, one seed"]
 FASTER = 0.75  # "seconds to an accuracy": so far from the anchor's start to its last evaluation
 # Kept arms have one value of these settings, so a method is compared with them at the same. The kept runs are
 # evaluated every 20 steps and at those of AGAIN.
@@ -284,45 +284,35 @@ def speed_level(arms: Arms) -> float:
     return start + FASTER * (last - start)
 
 
-def arm_rows(arms: Arms, rates: dict[str, str], costs: Iterable[str] = COSTS) -> list[list[str]]:
+def arm_table(arms: Arms, rates: dict[str, str], costs: Iterable[str]) -> list[str]:
     """Tabulate each arm: its rate, its optimizer steps on a rollout, its last accuracy, what it spent, its
     speed."""
-    rows = []
+    spent, rows = [cost for cost in costs if cost != "steps"], []
+    head = ["arm", "rate", "updates a rollout", "runs", "last, %", *spent]
+    if "seconds" in costs:
+        level = speed_level(arms)
+        head.append(f"times as fast to {level:.1f}%")
     for name, by_seed in arms.items():
         curves = [curve(record) for record in by_seed.values()]
         last = mean(float(run.accuracy_E[-1]) for run in curves)
         settings = next(iter(by_seed.values())).about["settings"]
         updates = settings["update.epochs"] * settings["update.minibatches"]
         cells = [name, rates[name], str(updates), str(len(curves)), f"{last:.1f}"]
-        for cost in costs:
-            if cost != "steps":
-                cells.append(f"{mean(float(run.spent[cost][-1]) for run in curves):,.0f}")
+        cells += [f"{mean(float(run.spent[cost][-1]) for run in curves):,.0f}" for cost in spent]
         if "seconds" in costs:
-            cells.append("" if name == ANCHOR else speed(arms, name, speed_level(arms)))
+            cells.append("" if name == ANCHOR else speed(arms, name, level))
         rows.append(cells)
-    return rows
+    return table(head, rows)
 
 
-def arm_head(arms: Arms, costs: Iterable[str] = COSTS) -> list[str]:
-    spent = [cost for cost in costs if cost != "steps"]
-    head = ["arm", "rate", "updates a rollout", "runs", "last, %", *spent]
-    return [*head, f"times as fast to {speed_level(arms):.1f}%"] if "seconds" in costs else head
-
-
-def gap_rows(arms: Arms, costs: Iterable[str] = COSTS) -> list[list[str]]:
-    """Compare the areas of each arm with the anchor's, at each cost."""
-    return [[name, *(gap_text(paired_gap(arms, name, ANCHOR, cost, 1)) for cost in costs)]
-            for name in arms if name != ANCHOR]
-
-
-def validation_rows(arms: dict[str, Arm], results: Path) -> list[list[str]]:
+def validation_table(arms: dict[str, Arm], results: Path) -> list[str]:
     """Tabulate the areas that rates were chosen by."""
     rows, tried = [], validated(results)
     for name, arm in arms.items():
         if not arm.rate:
             areas = tried.get(name, {})
             rows.append([name, ", ".join(tell_area(rate, areas[rate]) for rate in sorted(areas, key=float))])
-    return rows
+    return table(["arm", "rate: area on the validation split, one seed"], rows)
 
 
 def kept(results: Path, names: Iterable[str]) -> tuple[Arms, dict[str, str]]:
@@ -337,11 +327,13 @@ def report(results: Path) -> None:
     claims = claim_rows(arms)
     print(*table(["", "claim", "test", "points, evaluations", "here"], claims), "", sep="\n")
     if ANCHOR in arms:
-        print(*table(arm_head(arms), arm_rows(arms, rates)), "", sep="\n")
-        print(*table([f"area less {ANCHOR}, evaluations, over", *COSTS], gap_rows(arms)), "", sep="\n")
+        print(*arm_table(arms, rates, COSTS), "", sep="\n")
+        gaps = [[name, *(gap_text(paired_gap(arms, name, ANCHOR, cost, 1)) for cost in COSTS)]
+                for name in arms if name != ANCHOR]
+        print(*table([f"area less {ANCHOR}, evaluations, over", *COSTS], gaps), "", sep="\n")
     print(*table(["test", "as claimed", *(f"the other at {rate}" for rate in AFTERWARDS)], rate_rows(arms)),
           "", sep="\n")
-    print(*table(RATE_HEAD, validation_rows(ARMS, results)), "", sep="\n")
+    print(*validation_table(ARMS, results), "", sep="\n")
     seconds = [record.about["cpu_seconds"] for record in read(results).values()]
     print(f"{len(seconds)} runs, {sum(seconds) / 3600:.1f} CPU hours\n")
     print_json("court", claims=claims, rates=rates)
@@ -366,8 +358,8 @@ def try_own(name: str, arm: Arm, seeds: range, until: float, results: Path) -> N
         sys.exit("no run on the test problems has ended yet; the same command goes on")
     print(NOTE, "", f"{name} at {rates[name]}, less each arm", "", sep="\n")
     print(*table(["less", "at", *UNTIMED, "by generated tokens"], own_rows(arms, name, rates)), "", sep="\n")
-    print(*table(arm_head(arms, UNTIMED), arm_rows(arms, rates, UNTIMED)), "", sep="\n")
-    print(*table(RATE_HEAD, validation_rows({name: arm}, results)), "", results, sep="\n")
+    print(*arm_table(arms, rates, UNTIMED), "", sep="\n")
+    print(*validation_table({name: arm}, results), "", results, sep="\n")
 
 
 def place(name: str) -> int:
@@ -419,24 +411,10 @@ def load_own(file: str, chosen: str | None, settings: list[str], out: Path) -> t
     return name, arm, out.resolve() / f"{name}-{version}.jsonl.xz"
 
 
-def load_all() -> None:
-    """Plug in every method of the arms."""
-    for method in sorted({arm.method for arm in ARMS.values() if arm.method}):
-        plug_in(load(COURT / f"{method}.py"))
-
-
-def choose_arms(names: str) -> dict[str, Arm]:
-    """Look up arms by their names, separated by commas. Raises ConfigError."""
-    for name in names.split(","):
-        if name not in ARMS:
-            raise config.ConfigError(f"--train {name}: the arms are {', '.join(ARMS)}")
-    return {name: ARMS[name] for name in names.split(",")}
-
-
 def main() -> int:
     options = parser(__doc__)
     what = options.add_mutually_exclusive_group()
-    what.add_argument("--train", nargs="?", const=",".join(ARMS), metavar="ARMS",
+    what.add_argument("--train", nargs="?", type=listed(list(ARMS)), const=list(ARMS), metavar="ARMS",
                       help="make the runs that are missing")
     what.add_argument("--method", help="a Python file, or the name of one in experiments/court/")
     options.add_argument("--hours", type=float, help="begin no run after so long")
@@ -462,10 +440,10 @@ def experiment(args: argparse.Namespace) -> None:
         name, arm, results = load_own(args.method, args.config, args.set or [], out)
         try_own(name, arm, seeds, until, results)
         return
-    arms = choose_arms(args.train) if args.train else {}
-    load_all()
-    if arms:
-        train(arms, seeds, RESULTS, until)
+    for method in sorted({arm.method for arm in ARMS.values() if arm.method}):
+        plug_in(load(COURT / f"{method}.py"))
+    if args.train:
+        train({name: ARMS[name] for name in args.train}, seeds, RESULTS, until)
     report(RESULTS)
 
 

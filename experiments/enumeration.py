@@ -50,10 +50,7 @@ OWN = numbers([[0.5, 0.2, -0.4], [-0.9, 0.6, 0.7]])  # fixed logits of each prom
 AWAY = numbers([-0.9, 0.8, -0.6])  # from the policy to the one that sampled
 BEHIND = {"on-policy": 0.0, "near": 0.5, "far": 2.0}
 # Two components; the reward is their mean. The first prompt's is 0, 1/2 or 1, the second's 0 or 1.
-GRADED = numbers([
-    [[1, 0, 1, 0], [1, 1, 0, 0]],
-    [[0, 0, 1, 0], [1, 1, 0, 0]],
-])
+GRADED = numbers([[[1, 0, 1, 0], [1, 1, 0, 0]], [[0, 0, 1, 0], [1, 1, 0, 0]]])
 # Chances to go on, by what is seen: the first token. BELOW aborts if the mean reward behind it is below 0.3.
 GO_ON = numbers([[1, 0.4, 0.4, 0.4], [1, 0.7, 0.7, 0.7]])
 BELOW = numbers([[1, 0, 0, 0], [1, 1, 1, 1]])
@@ -63,15 +60,8 @@ TEACHER = numbers([0.8, -1.1, 1.0])
 READ, TRAINED = numbers([[0.3, 0.5, 0.9, 0.6]] * 2), numbers([[0.5, 0.8, 0.4, 1.0]] * 2)
 SURVIVAL = {"aborted": GO_ON, "threshold": BELOW, "drawn": READ * TRAINED}
 # What pruners of prompts read: the mean |A| of each prompt's newest group. The second is below their mean.
-HISTORY = Memory(
-    size_K=numbers([0.6, 0.3]),
-    skipped_K=torch.zeros(2),
-    easy_K=torch.zeros(2),
-    hard_K=torch.zeros(2),
-    mean=0.45,
-    explore=(0.5, 0.5),
-    rows=[],
-)
+HISTORY = Memory(numbers([0.6, 0.3]), skipped_K=torch.zeros(2), easy_K=torch.zeros(2), hard_K=torch.zeros(2),
+                 mean=0.45, explore=(0.5, 0.5), rows=[])
 SKIPPING = {
     "bernoulli": kinds.BernoulliPrompts(drop_prob=0.5),
     "pps": kinds.ProportionalPrompts(share=0.6),
@@ -123,29 +113,17 @@ def policy(tree: dict, logit_QP: Tensor) -> tuple[Tensor, Tensor]:
     return logp_QKL, score_QKLP
 
 
-def make_problem(
-    lengths: str = "unequal",
-    prompts: tuple[int, ...] = (0, 1),
-    graded: bool = True,
-    size: int = 3,
-) -> Problem:
+def make_problem(lengths: str = "unequal", prompts: tuple[int, ...] = (0, 1), graded: bool = True,
+                 size: int = 3) -> Problem:
     """Make the problem of these prompts; not `graded`: the first one's reward is 0/1 too."""
     tree = TREES[lengths]
     own_QP = OWN[list(prompts)]
     component_CQK = GRADED[:, list(prompts)]
     logp_QKL, score_QKLP = policy(tree, THETA + own_QP)
-    sampled = {}
-    for name, far in BEHIND.items():
-        sampled[name], _ = policy(tree, THETA + far * AWAY + own_QP)
-    return Problem(
-        tuple(tree),
-        component_CQK if graded else component_CQK[1:],
-        torch.tensor([len(path) for path in tree.values()]),
-        logp_QKL,
-        score_QKLP,
-        sampled,
-        size,
-    )
+    sampled = {name: policy(tree, THETA + far * AWAY + own_QP)[0] for name, far in BEHIND.items()}
+    len_K = torch.tensor([len(path) for path in tree.values()])
+    return Problem(tuple(tree), component_CQK if graded else component_CQK[1:], len_K, logp_QKL, score_QKLP,
+                   sampled, size)
 
 
 # ---- the steps that may happen
@@ -190,12 +168,8 @@ def join(parts: list[Steps]) -> Steps:
 
 def together(first: Steps, second: Steps) -> Steps:
     """Put independent groups into one step, in all combinations."""
-    rows = torch.arange(len(first.chance_S))
-    columns = torch.arange(len(second.chance_S))
-    i, j = torch.cartesian_prod(rows, columns).T
-    fields = []
-    for a, b in zip(first[1:], second[1:], strict=True):
-        fields.append(torch.cat([a[i], b[j]], dim=1))
+    i, j = torch.cartesian_prod(*(torch.arange(len(steps.chance_S)) for steps in (first, second))).T
+    fields = [torch.cat([a[i], b[j]], dim=1) for a, b in zip(first[1:], second[1:], strict=True)]
     return Steps(first.chance_S[i] * second.chance_S[j], *fields)
 
 
@@ -206,13 +180,9 @@ def one_group(problem: Problem, behind: str, q: int, size: int, width: int) -> S
     id_SG = torch.cartesian_prod(*[every] * size)
     S = len(id_SG)
     padded_SG = torch.nn.functional.pad(id_SG, (0, width - size))
-    return Steps(
-        chance_K[id_SG].prod(dim=1),
-        torch.full((S, 1), q),
-        padded_SG[:, None],
-        (torch.arange(width) < size).expand(S, 1, width),
-        torch.ones(S, 1, dtype=torch.float64),
-    )
+    there_S1G = (torch.arange(width) < size).expand(S, 1, width)
+    return Steps(chance_K[id_SG].prod(dim=1), torch.full((S, 1), q), padded_SG[:, None], there_S1G,
+                 torch.ones(S, 1, dtype=torch.float64))
 
 
 def skipped_at(groups: Steps, prob: float, weight: float) -> Steps:
@@ -224,8 +194,7 @@ def skipped_at(groups: Steps, prob: float, weight: float) -> Steps:
 
 def informative(problem: Problem, groups: Steps) -> Steps:
     """Keep only groups of unequal rewards, as if each was rolled out anew until they differ."""
-    reward_SG = reward_of(problem, groups)[:, 0]
-    differ_S = ~flat_groups(reward_SG)
+    differ_S = ~flat_groups(reward_of(problem, groups)[:, 0])
     chance_S = groups.chance_S[differ_S]
     return groups.take(differ_S, chance_S / chance_S.sum())
 

@@ -86,10 +86,6 @@ def log_ratio(logps: LogProbs) -> Tensor:
     return logps.logp_C - logps.old_logp_C
 
 
-def token_ratio(logps: LogProbs) -> Tensor:
-    return log_ratio(logps).exp()
-
-
 def completion_ratio(logps: LogProbs) -> Tensor:
     ratio_S = segment_sum(log_ratio(logps), logps.segment_C).exp()
     return ratio_S[logps.segment_C]
@@ -97,9 +93,7 @@ def completion_ratio(logps: LogProbs) -> Tensor:
 
 def ratio_so_far(logps: LogProbs) -> Tensor:
     """Multiply the ratios up to each token: CTPO (arXiv:2605.07331), without its clip."""
-    parts = []
-    for s in logps.segment_C.unique():
-        parts.append(log_ratio(logps)[logps.segment_C == s].cumsum(dim=0))
+    parts = [log_ratio(logps)[logps.segment_C == s].cumsum(dim=0) for s in logps.segment_C.unique()]
     return torch.cat(parts).exp()
 
 
@@ -111,7 +105,7 @@ def truncated_ratio(logps: LogProbs) -> Tensor:
 CONTROLS = {
     "ratio of the completion": completion_ratio,
     "ratio of the tokens so far": ratio_so_far,
-    "token ratio": token_ratio,
+    "token ratio": lambda logps: log_ratio(logps).exp(),
     "token ratio, at most 2": truncated_ratio,
 }
 
@@ -120,9 +114,7 @@ CONTROLS = {
 
 def distinct(*keys: Tensor) -> tuple[list[int], Tensor]:
     """Number equal steps alike; returns one step of each kind, [U], and the kind of each, [S]."""
-    columns = []
-    for key in keys:
-        columns.append(key.nan_to_num(nan=-9.0).double().flatten(start_dim=1))
+    columns = [key.nan_to_num(nan=-9.0).double().flatten(start_dim=1) for key in keys]
     _, kind_S = torch.cat(columns, dim=1).unique(dim=0, return_inverse=True)
     first_U = torch.zeros(int(kind_S.max()) + 1, dtype=torch.int64)
     first_U[kind_S] = torch.arange(len(kind_S))
@@ -132,9 +124,8 @@ def distinct(*keys: Tensor) -> tuple[list[int], Tensor]:
 def rewards_of(problem: Problem, steps: Steps, s: int) -> Rewards:
     """Look up the rewards of one step, by component; nan for a completion that is not there."""
     step = steps.take(torch.tensor([s]), torch.ones(1))
-    components = {}
-    for c, x_QK in enumerate(problem.component_CQK):
-        components[f"part {c}"] = step.look_up(x_QK)[0].masked_fill(~step.there_SNG[0], torch.nan)
+    components = {f"part {c}": step.look_up(x_QK)[0].masked_fill(~step.there_SNG[0], torch.nan)
+                  for c, x_QK in enumerate(problem.component_CQK)}
     weights = dict.fromkeys(components, 1 / len(components))
     return Rewards(components, weights, lengths_of(problem, step)[0])
 
@@ -179,11 +170,8 @@ def combs(size_M: Tensor, order_M: Tensor, count: float) -> list[tuple[float, Te
     sorted_M = prob_M[order_M]
     ends = sorted_M[sorted_M < 1].cumsum(0) % 1
     edges = sorted({0.0, 1.0, *ends.tolist()})
-    outcomes = []
-    for a, b in itertools.pairwise(edges):
-        if b - a > 1e-14:
-            outcomes.append((b - a, prob_M, systematic(prob_M, order_M, (a + b) / 2)))
-    return outcomes
+    return [(b - a, prob_M, systematic(prob_M, order_M, (a + b) / 2))
+            for a, b in itertools.pairwise(edges) if b - a > 1e-14]
 
 
 def draw_proportionally(given: Candidates, settings: kinds.Pps) -> Draws:
@@ -191,14 +179,12 @@ def draw_proportionally(given: Candidates, settings: kinds.Pps) -> Draws:
     size_NG = gradient_size(given, settings.size, settings.by_cost)
     N = len(size_NG)
     parts = 1 if settings.scope == "batch" else N
-    draws = []
-    for size_M, order_M in zip(size_NG.view(parts, -1), similar_order(given).view(parts, -1), strict=True):
-        draws.append(combs(size_M, order_M % len(order_M), settings.keep * N / parts))
+    by_part = zip(size_NG.view(parts, -1), similar_order(given).view(parts, -1), strict=True)
+    draws = [combs(size_M, order_M % len(order_M), settings.keep * N / parts) for size_M, order_M in by_part]
     outcomes = []
     for drawn in itertools.product(*draws):
         chances, probs, keeps = zip(*drawn, strict=True)
-        prob_NG = torch.stack(probs).view_as(size_NG)
-        keep_NG = torch.stack(keeps).view_as(size_NG)
+        prob_NG, keep_NG = (torch.stack(of_parts).view_as(size_NG) for of_parts in (probs, keeps))
         outcomes.append((math.prod(chances), thin(prob_NG, keep_NG)))
     return outcomes
 
@@ -224,12 +210,8 @@ def outcomes_of(given: Candidates, settings: Any) -> Draws:
     return [(1.0, COMPLETIONS[settings.kind](given, settings))]
 
 
-def draw_kinds(
-    problem: Problem,
-    steps: Steps,
-    adv_SNG: Tensor,
-    chosen: Estimator,
-) -> tuple[list[Draws], Tensor]:
+def draw_kinds(problem: Problem, steps: Steps, adv_SNG: Tensor, chosen: Estimator,
+               ) -> tuple[list[Draws], Tensor]:
     """List the draws of each distinct step, [U], and say which of these each step equals, [S]."""
     settings = PRUNERS[chosen.completions]
     reward_SNG = reward_of(problem, steps)
@@ -239,14 +221,9 @@ def draw_kinds(
     first_U, kind_S = distinct(*keys)
     draws = []
     for s in first_U:
+        groups = groups_of(problem, chosen.behind, steps, s)
         given = Candidates(
-            adv_SNG[s],
-            groups_of(problem, chosen.behind, steps, s),
-            chosen.normalize,
-            advantage_only=True,
-            seed=0,
-            reward_NG=reward_SNG[s],
-        )
+            adv_SNG[s], groups, chosen.normalize, advantage_only=True, seed=0, reward_NG=reward_SNG[s])
         draws.append(outcomes_of(given, settings))
     return draws, kind_S
 
@@ -264,8 +241,7 @@ class Drawn(NamedTuple):
 def in_order(steps: Steps) -> Steps:
     """Sort the completions of every group by their numbers."""
     id_SNG, order_SNG = steps.id_SNG.sort(dim=2)
-    there_SNG = steps.there_SNG.gather(2, order_SNG)
-    return steps._replace(id_SNG=id_SNG, there_SNG=there_SNG)
+    return steps._replace(id_SNG=id_SNG, there_SNG=steps.there_SNG.gather(2, order_SNG))
 
 
 def draw(problem: Problem, steps: Steps, chosen: Estimator) -> Drawn:
@@ -290,14 +266,9 @@ def draw(problem: Problem, steps: Steps, chosen: Estimator) -> Drawn:
     if getattr(settings, "compare", "all") == "kept":
         kept = drawn._replace(there_SNG=drawn.there_SNG & keep_RNG)
         adv_RNG = compare(problem, kept, chosen.advantage)
-    rolled_out_RN1 = (drawn.weight_SN > 0)[..., None]
-    return Drawn(
-        drawn,
-        of_R,
-        adv_RNG.nan_to_num(),
-        keep_RNG & drawn.there_SNG & rolled_out_RN1,
-        weight_RNG * drawn.weight_SN[..., None],
-    )
+    weight_RN1 = drawn.weight_SN[..., None]
+    return Drawn(drawn, of_R, adv_RNG.nan_to_num(), keep_RNG & drawn.there_SNG & (weight_RN1 > 0),
+                 weight_RNG * weight_RN1)
 
 
 def all_draws(problem: Problem, chosen: Estimator) -> Drawn:
@@ -321,17 +292,14 @@ def pulls(problem: Problem, trust: str, behind: str) -> Tensor:
     """
     there_QKL = problem.logp_QKL < 0
     Q, K, L = there_QKL.shape
-    segment_QKL = torch.arange(Q * K).view(Q, K, 1).expand(Q, K, L)
-    segment_C = segment_QKL[there_QKL]
+    segment_C = torch.arange(Q * K).view(Q, K, 1).expand(Q, K, L)[there_QKL]
     new_C = problem.logp_QKL[there_QKL]
     old_C = problem.sampled[behind][there_QKL]
     by_sign = []
     for sign in (-1, 0, 1):
         logps = LogProbs(new_C, old_C, torch.full_like(new_C, sign), segment_C)
-        if trust in CONTROLS:
-            f_C = CONTROLS[trust](logps)
-        else:
-            f_C = TRUST[REGIONS[trust].kind](logps, REGIONS[trust])
+        f_C = (CONTROLS[trust](logps) if trust in CONTROLS
+               else TRUST[REGIONS[trust].kind](logps, REGIONS[trust]))
         f_QKL = torch.zeros_like(problem.logp_QKL).masked_scatter(there_QKL, f_C)
         by_sign.append(torch.einsum("qkl,qklp->qkp", f_QKL, problem.score_QKLP))
     return torch.stack(by_sign, dim=2)
@@ -341,8 +309,7 @@ def factors(problem: Problem, drawn: Drawn, chosen: Estimator) -> Tensor:
     """Compute w A of every completion, [R, N, G], as loss.py has it."""
     def weigh(len_NG: Tensor, keep_NG: Tensor, weight_NG: Tensor) -> Tensor:
         pruned = Pruned(keep_NG, weight_NG, weight_NG)
-        offered = len(len_NG)
-        return token_weight(len_NG, pruned, chosen.normalize, chosen.denominator, MAX_LEN, offered)
+        return token_weight(len_NG, pruned, chosen.normalize, chosen.denominator, MAX_LEN, len(len_NG))
 
     len_RNG = lengths_of(problem, drawn.steps)
     return drawn.adv_RNG * torch.vmap(weigh)(len_RNG, drawn.keep_RNG, drawn.weight_RNG)

@@ -44,8 +44,7 @@ def row(method: str, folder: Path, anchor: dict[str, float] | None) -> tuple[lis
     trained = sum(line.get("train/tokens", 0) for line in lines)
     cells = [method, score_cell(evals[0], score), score_cell(evals[-1], score), f"{trained:,.0f}"]
     cells += [f"{seconds[phase]:,.1f}" for phase in PHASES]
-    for phase in ("update", "step"):
-        cells.append(f"{anchor[phase] / seconds[phase]:.2f}" if anchor else "1")
+    cells += [f"{anchor[phase] / seconds[phase]:.2f}" if anchor else "1" for phase in ("update", "step")]
     return cells, seconds
 
 

@@ -33,9 +33,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 sys.path.append(str(ROOT / "bench"))  # behind the root: one of its files has a name of ours
 
-from common import parser as parser  # noqa: E402
-from common import print_json as print_json  # noqa: E402
-from common import show as show  # noqa: E402
+from common import listed, parser, print_json  # noqa: E402, F401
 
 import config  # noqa: E402
 from infra import runfolder  # noqa: E402
@@ -80,10 +78,8 @@ def train_once(out: Path, name: str, *settings: str, resume: bool = False, metho
     if not (resume and unchanged):
         shutil.rmtree(out, ignore_errors=True)
     script = ["experiments/try_method.py", method] if method else ["train.py"]
-    command = [*script, "--config", name, *["--resume", "auto"] * resume]
-    for setting in settings:
-        command += ["--set", setting]
-    run_script(*command)
+    changes = (word for setting in settings for word in ("--set", setting))
+    run_script(*script, "--config", name, *["--resume", "auto"] * resume, *changes)
     (out / "finished").touch()
     return out
 

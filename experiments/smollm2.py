@@ -17,15 +17,7 @@ from pathlib import Path
 import gguf_model
 import numpy as np
 import word_problems
-from kept_runs import (
-    ROOT,
-    experiment_status,
-    parser,
-    print_json,
-    run_script,
-    table,
-    train_once,
-)
+from kept_runs import ROOT, experiment_status, parser, print_json, run_script, table, train_once
 from scipy.stats import binomtest, bootstrap
 from tqdm import tqdm
 

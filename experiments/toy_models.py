@@ -21,16 +21,7 @@ from typing import NamedTuple
 import torch
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
-from toy_tasks import (
-    ROOT,
-    hard_texts,
-    long_sums_texts,
-    splits,
-    talk_texts,
-    teacher_texts,
-    toy_texts,
-    write,
-)
+from toy_tasks import ROOT, hard_texts, long_sums_texts, splits, talk_texts, teacher_texts, toy_texts, write
 from tqdm import trange
 
 sys.path.insert(0, str(ROOT))
@@ -49,19 +40,10 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_act": "silu",
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "torch_dtype": "float32",
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
+    "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 4096, "rope_theta": 10000.0, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True, "torch_dtype": "float32",
 }
 WARMUP = 50  # batches
 

@@ -18,7 +18,6 @@ beside the method's. All other options are train.py's, such as --resume, --check
 and replay.py know a kind once the product has it.
 """
 
-import argparse
 import importlib.util
 import re
 import sys
@@ -38,6 +37,7 @@ import loss  # noqa: E402
 import train  # noqa: E402
 import update  # noqa: E402
 from advantage import ESTIMATORS  # noqa: E402
+from infra.terminal import new_parser  # noqa: E402
 from model import WITH_ENTROPY, Decoder  # noqa: E402
 from prune import COMPLETIONS  # noqa: E402
 from settings import leaves, loader  # noqa: E402
@@ -145,8 +145,7 @@ def check_chosen(method: ModuleType, cfg: config.Config) -> None:
 
 
 def main() -> int:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = new_parser(__doc__)
     parser.add_argument("method", help="a Python file, or the name of one in experiments/court/")
     parser.add_argument("--config", help="a yaml file, or the name of one in configs/")
     parser.add_argument("--set", action="append", default=[], help="change one setting")

@@ -41,7 +41,6 @@ EXAMPLES = (
 )
 SMALL, LARGE = range(2, 6), range(6, 21)  # changes; so no problem of one step is in two levels
 SIZES = {"train": 72, "validation": 16, "test": 60}  # problems of each level
-SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ def as_messages(question: str) -> list[dict[str, str]]:
     return [{"role": role, "content": text} for role, text in (*turns, ("user", question))]
 
 
-def make(seed: int = SEED) -> dict[str, list[dict]]:
+def make(seed: int = 0) -> dict[str, list[dict]]:
     """Make the rows of all sets; levels take turns, so that a set's first rows have every level."""
     rng = random.Random(seed)
     taken: set[Arithmetic] = set()

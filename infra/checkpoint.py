@@ -48,6 +48,8 @@ from infra.digests import (
 from infra.lines import flush, remove, replace
 from infra.runfolder import Resume, versions
 from infra.stopping import Stopped
+from infra.terminal import to_stderr
+from infra.weights import compare_shapes
 from records import Metrics, Prompt
 from settings.loader import SHORT, ConfigError
 from settings.paths import REPOSITORY, user_path
@@ -87,7 +89,7 @@ class Checkpoints:
             self.wait()
             (step, extra), self.unsaved = self.unsaved, None
             fresh, extra_file = self.folder / f"step_{step:06d}.unfinished", io.BytesIO()
-            if dist.rank() == 0:  # which writes it
+            if dist.is_first():  # which writes it
                 torch.save({"step": step} | self.seal() | extra, extra_file)
             self.saves = []
             for name, role in self.roles.items():
@@ -103,11 +105,11 @@ class Checkpoints:
         try:
             for save in self.saves:
                 save.upload_completion.result()
-            if dist.rank() == 0:
+            if dist.is_first():
                 (fresh / "extra.pt").write_bytes(extra)
             written = list_files(fresh, dist.rank()).items()
             listed = dist.gather([*written], next(iter(self.groups.values())))  # which the saves have left
-            if dist.rank() == 0:
+            if dist.is_first():
                 publish(fresh, self.keep, dict(listed))
         except (dcp.CheckpointException, OSError) as error:
             failures = getattr(error, "failures", {})
@@ -192,7 +194,7 @@ def find(folder: Path) -> tuple[Path, dict] | None:
     latest = folder / "latest"
     if os.path.lexists(latest) and not latest.is_file():
         raise ConfigError(f"{latest} is of another kind, or a link to nothing; bring it back, or remove it")
-    if dist.rank() == 0:
+    if dist.is_first():
         for leftover in folder.glob("*.unfinished"):
             remove(leftover)
     wrong = []
@@ -200,8 +202,8 @@ def find(folder: Path) -> tuple[Path, dict] | None:
         if not (damage := find_damage(path)):
             return path, torch.load(path / "extra.pt", weights_only=True)
         wrong.append(damage)
-        if dist.rank() == 0:
-            print(f"{path} is not whole: {damage}", file=sys.stderr)
+        if dist.is_first():
+            to_stderr(f"{path} is not whole: {damage}")
     if wrong:
         raise ConfigError(f"{folder} has checkpoints, but none is whole (of the newest {wrong[0]}); restore "
                           "that file, or begin another run with --set out=...")
@@ -271,9 +273,8 @@ def newest_checkpoints(folder: Path) -> list[Path]:
     last = step_of(folder / named) if STEP.fullmatch(named) else sys.maxsize
     tried = sorted(steps, key=lambda path: step_of(path) > last)
     if steps and named not in ("", steps[0].name):
-        print(f"{pointer} names {SHORT.repr(named)}, and the newest that is there is {steps[0].name}: "
-              f"{tried[0].name} is taken; write the name of another one there to go on from it",
-              file=sys.stderr)
+        to_stderr(f"{pointer} names {SHORT.repr(named)}, and the newest that is there is {steps[0].name}: "
+                  f"{tried[0].name} is taken; write the name of another one there to go on from it")
     return tried
 
 
@@ -327,16 +328,12 @@ def load_policy_into(path: str, model: nn.Module) -> nn.Module:
 def load_tensors(path: Path, state: dict[str, dict[str, Tensor]]) -> None:
     """Load into these tensors, which keep their dtypes, each rank its shards. Raises ConfigError if the
     stored ones differ in name or shape."""
-    here = {f"{kind}.{name}": tuple(t.shape)
-            for kind, by_name in state.items() for name, t in by_name.items()}
+    here = {f"{kind}.{name}": t for kind, by_name in state.items() for name, t in by_name.items()}
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    stored = {name: tuple(t.size) for name, t in metadata.items()}
-    needed = {*here, *(name for name in stored if name.startswith("weights."))}
-    if differing := sorted(name for name in needed if stored.get(name) != here.get(name)):
-        name = differing[0]
-        raise ConfigError(f"{path} is of another model: {name} is {stored.get(name, 'missing')} there and "
-                          f"{here.get(name, 'missing')} here ({len(differing)} differ); resume with the "
-                          "model that wrote it")
+    stored = {name: torch.empty(t.size, device="meta") for name, t in metadata.items()
+              if name in here or name.startswith("weights.")}
+    if wrong := compare_shapes(stored.items(), here.items()):
+        raise ConfigError(f"{path} is of another model: {wrong}; resume with the model that wrote it")
     dcp.load(state, checkpoint_id=path)
 
 
@@ -387,8 +384,8 @@ def require_same_inputs(step: Path, began: dict[str, str], here: dict[str, str])
     code and libraries that have changed."""
     changed = [setting for setting in here if began.get(setting) != here[setting]]
     renewed = [setting for setting in changed if setting.startswith(("code of ", "version of "))]
-    if renewed and dist.rank() == 0:
-        print(f"{step} was made with another {SHORT.repr(renewed)}", file=sys.stderr)
+    if renewed and dist.is_first():
+        to_stderr(f"{step} was made with another {SHORT.repr(renewed)}")
     for setting in changed:
         if setting not in renewed:
             raise ConfigError(f"{step} was trained with {began.get(setting, 'nothing')} at {setting}, where "

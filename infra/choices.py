@@ -16,7 +16,7 @@ from settings import leaves
 
 ENOUGH_TOKENS = 4096  # tokens of a row; with fewer, launches and gathers cost more than recomputing blocks
 MANY = 1_000_000_000  # sequences: more than any engine has slots for
-REQUESTED = "asked for"  # key of a checkpoint: the config's slots, if fewer were chosen
+REQUESTED = "slots asked for"  # key of a checkpoint: the config's slots, if fewer were chosen
 
 
 @frozen
@@ -71,7 +71,7 @@ def choose_kernels(cfg: Config, machine: Machine, shape: Shape, saved: dict) -> 
     here = replace(cfg, device=device.type, model=replace(cfg.model, dtype=name, attention=attention))
     here = with_value(here, "rollout.engine", engine)
     slots = min(cfg.rollout.slots, sequences_asked(here, machine.ranks))
-    if saved.get(REQUESTED, {}).get("rollout.slots", cfg.rollout.slots) == cfg.rollout.slots:
+    if saved.get(REQUESTED, cfg.rollout.slots) == cfg.rollout.slots:
         slots = saved.get("rollout.slots", slots)
     cores = len(os.sched_getaffinity(0))
     if device.type == "cpu" and machine.ranks == torch.get_num_threads() == 1 and cores >= 4:
@@ -108,7 +108,7 @@ def list_choices(cfg: Config, decided: Config) -> dict:
 
 def settings_to_save(cfg: Config, asked: Config) -> dict:
     """List the settings for a checkpoint, and the slots asked for, as memory may have room for fewer."""
-    return flatten(cfg) | {REQUESTED: {"rollout.slots": asked.rollout.slots}}
+    return flatten(cfg) | {REQUESTED: asked.rollout.slots}
 
 
 def longest_sampled(cfg: Config) -> int:

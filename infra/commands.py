@@ -6,7 +6,7 @@ import sys
 from contextlib import redirect_stderr
 
 import config
-from infra.terminal import Plain, add_config, add_settings, count, new_parser
+from infra.terminal import Plain, add_config, add_settings, count, new_parser, to_stderr
 from settings.loader import ConfigError
 
 
@@ -40,7 +40,7 @@ def refuse_early(args: argparse.Namespace) -> None:
             config.load(args.config, args.set)
     except (ConfigError, ModuleNotFoundError) as error:  # the latter: of a leaf that is gone
         with redirect_stderr(Plain(sys.stderr)):
-            print(f"error: {error}", file=sys.stderr)
+            to_stderr(f"error: {error}")
         sys.exit(2)
 
 

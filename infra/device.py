@@ -1,11 +1,9 @@
 """Choose the device, its kernels and the engine, and measure the memory of this machine."""
 
-import importlib
 import importlib.metadata
 import os
 import resource
 import shutil
-import sys
 import sysconfig
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -16,6 +14,7 @@ import torch
 
 from config import Config, ConfigError
 from infra import dist
+from infra.terminal import to_stderr
 from infra.tokenizer import Tokenizer
 from infra.weights import Shape, read_shape
 from records import EngineSpec, frozen
@@ -114,8 +113,7 @@ class Machine:
         else:
             free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local_processes()
         lacking = next(filter(None, dist.gather([why_no_vllm(device)])), "")
-        idle = "" if device.type == "cuda" else why_no_cuda()
-        return Machine(device, -dist.max_over_ranks(-free), dist.world_size(), lacking, idle)
+        return Machine(device, -dist.max_over_ranks(-free), dist.world_size(), lacking, why_no_cuda())
 
     def against_vllm(self, dtype: torch.dtype) -> str:
         """Say why `auto` takes the embedded engine for numbers of this kind; "" if it takes vLLM."""
@@ -156,8 +154,8 @@ def engine_spec(cfg: Config, device: torch.device, tokenizer: Tokenizer, longest
     dtype = auto if cfg.model.dtype == "auto" else getattr(torch, cfg.model.dtype)
     able = torch.cpu.get_capabilities()
     if device.type == "cpu" and dtype == torch.bfloat16 and not any(able.get(name) for name in HALVES):
-        print(f"model.dtype=bfloat16 takes this CPU 6 to 70 times as long as float32: it has none of "
-              f"{', '.join(HALVES)}", file=sys.stderr)
+        to_stderr(f"model.dtype=bfloat16 takes this CPU 6 to 70 times as long as float32: it has none of "
+                  f"{', '.join(HALVES)}")
     backend = choose_backend(cfg.model.attention, device, dtype)
     return EngineSpec(
         tokenizer.folder,

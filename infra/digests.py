@@ -26,8 +26,8 @@ def writing_rank(name: str) -> int:
 def list_files(step: Path, rank: int) -> Files:
     """Return size and digest of the files that a rank has written."""
     files = [path for path in sorted(step.rglob("*")) if path.is_file() and path != step / LIST]
-    names = [str(path.relative_to(step)) for path in files]
-    return {name: size_and_hash(step / name) for name in names if writing_rank(name) == rank}
+    return {str(path.relative_to(step)): size_and_hash(path) for path in files
+            if writing_rank(path.name) == rank}
 
 
 def format_list(files: Files) -> str:

@@ -62,9 +62,14 @@ def background_group() -> td.ProcessGroup:
     return td.new_group(backend="gloo")
 
 
+def is_first() -> bool:
+    """Tell whether this is rank 0, which prints and writes for all."""
+    return rank() == 0
+
+
 def say(text: str) -> None:
     """Print a line on rank 0 alone."""
-    if rank() == 0:
+    if is_first():
         print(text, flush=True)
 
 
@@ -83,7 +88,7 @@ def gather(items: list, group: td.ProcessGroup | None = None) -> list:
 
 def on_first(function: Callable, *given: object) -> Any:
     """Call a function on rank 0 alone, and return its result on every rank. Collective."""
-    result, = gather([function(*given)] if rank() == 0 else [])
+    result, = gather([function(*given)] if is_first() else [])
     return result
 
 

@@ -26,7 +26,7 @@ def export(model: nn.Module, source: Path, folder: Path, texts: dict[str, str] |
     All ranks of a sharded model must call it; rank 0 writes.
     """
     with replace_folder(folder) as fresh:
-        if dist.rank() == 0:
+        if dist.is_first():
             for path in source.iterdir():
                 copied = path.suffix in (".json", ".jinja", ".txt", ".model")
                 if copied and path.is_file() and path.name not in WEIGHT_FILES:
@@ -42,14 +42,14 @@ def replace_folder(folder: Path) -> Iterator[Path]:
     and moves it."""
     folder = Path(os.path.realpath(folder))
     fresh = folder.with_name(f"{folder.name}.unfinished")
-    if dist.rank() == 0:
+    if dist.is_first():
         remove(fresh)
         fresh.mkdir(parents=True)
     try:
         yield fresh
     except SafetensorError as error:  # its own name for an error of the file system
         raise OSError(None, f"{error}", f"{fresh}") from None
-    if dist.rank() == 0:
+    if dist.is_first():
         (fresh / LIST).write_text(format_list(list_files(fresh, 0)))
         remove(folder)
         fresh.rename(folder)
@@ -60,10 +60,10 @@ def save_weights(model: nn.Module, folder: Path) -> None:
     tensors = {}
     for name, t in model.named_hf_tensors():
         tensor = dist.gather_full(t)
-        if dist.rank() == 0:
+        if dist.is_first():
             # A gathered tensor may be a view of padded memory, hence the copy.
             tensors[name] = tensor.to("cpu", model.shape.dtype, copy=True)
-    if dist.rank() == 0:
+    if dist.is_first():
         save_torch_state_dict(tensors, folder)
         for path in folder.glob("*.safetensors"):  # safetensors lets only the owner read them
             shutil.copymode(folder / "config.json", path)

@@ -4,12 +4,12 @@ import csv
 import gzip
 import io
 import re
-import sys
 from collections import defaultdict
 from itertools import zip_longest
 from pathlib import Path
 
 from infra.rows import Rows, to_object
+from infra.terminal import to_stderr
 from settings.loader import SHORT, ConfigError, in_short, parse_json
 
 PLAIN = "each number finite, and null for none"
@@ -30,10 +30,10 @@ def print_doubts(path: Path, rows: list[tuple]) -> None:
     for name, types in columns.items():
         if len(types) > 1:
             counts = (f"{len(cells)} {kind} such as {SHORT.repr(cells[0])}" for kind, cells in types.items())
-            print(f"{path}: column {name!r} holds {' and '.join(counts)}", file=sys.stderr)
+            to_stderr(f"{path}: column {name!r} holds {' and '.join(counts)}")
     if lossy := [place for place, row in rows if "\ufffd" in str(row)]:
-        print(f"{path}: {len(lossy)} of {len(rows)} rows hold U+FFFD in the place of a character that was "
-              f"cut or lost: {lossy[0]}", file=sys.stderr)
+        to_stderr(f"{path}: {len(lossy)} of {len(rows)} rows hold U+FFFD in the place of a character that "
+                  f"was cut or lost: {lossy[0]}")
 
 
 def read_rows(path: Path) -> Rows:

@@ -8,7 +8,6 @@ mixed in.
 """
 
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from infra import dist
 from infra.digests import differences, hash_files, sha256
 from infra.figures import summarise
 from infra.lines import DAMAGED, append, blame_file, mend_log, write_json
+from infra.terminal import to_stderr
 from infra.tokenizer import Tokenizer
 from infra.user_files import read_file
 from records import EngineSpec
@@ -53,21 +53,21 @@ class Store:
 
     def keep(self, name: str, responses: list[dict]) -> None:
         """Append new responses of a set to the file."""
-        if dist.rank() == 0:
+        if dist.is_first():
             append(self.path, *({"set": name, "response": response} for response in responses))
 
     def finish(self, result: dict) -> None:
         """Write the result in place of the responses."""
-        if dist.rank() == 0:
+        if dist.is_first():
             write_json(self.out, result)
             self.path.unlink()
 
 
-def require_place(out: Path | None) -> None:
+def require_place(out: Path) -> None:
     """Raise ConfigError if no result can be written."""
-    if out and not out.parent.is_dir():
+    if not out.parent.is_dir():
         raise ConfigError(f"--out: folder {out.parent} not found; create it first")
-    if out and out.is_dir():
+    if out.is_dir():
         raise ConfigError(f"--out {out} is a folder; name a file in it for the result")
 
 
@@ -154,7 +154,7 @@ def read_finished(out: Path, head: dict) -> dict | None:
     stored = dist.on_first(lambda: read_result(out) if out.is_file() else None)
     if stored:
         require_same_head(out, stored["head"], head)
-        print(f"{out} is complete; nothing is sampled again", file=sys.stderr)
+        to_stderr(f"{out} is complete; nothing is sampled again")
         with blame_file(out):
             return {"head": head, "results": {
                 name: summarise(old["problems"], old.get("reward_range"))

@@ -4,12 +4,12 @@ import ast
 import json
 import math
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from decimal import Decimal
 from hashlib import sha256
 
+from infra.terminal import to_stderr
 from records import Problem
 from settings.loader import SHORT, ConfigError, encodable, meant, parse_json
 from verify.grade import name_unreadable
@@ -65,8 +65,8 @@ def columns_of(source: str, rows: list[dict], columns: Columns) -> Columns:
         if found or name in ("question", "answer") and not ours:
             there[name] = column
         if not found and (ours or name != "question"):
-            print(f"{source}: no row has the column {column!r} that data.columns names for {name}"
-                  + f"; its own {name!r} is taken" * ours, file=sys.stderr)
+            to_stderr(f"{source}: no row has the column {column!r} that data.columns names for {name}"
+                      + f"; its own {name!r} is taken" * ours)
     return there
 
 
@@ -167,8 +167,8 @@ def all_have_answers(problems: list[Problem], name: str, needed: bool = False) -
     read some. Raises VerifyError if they are `needed` and it can read none."""
     without = sum(not p.answer for p in problems)
     if 0 < without < len(problems):
-        print(f"{name}: {without} of {len(problems)} problems have no answer, so accuracy is not measured",
-              file=sys.stderr)
+        to_stderr(
+            f"{name}: {without} of {len(problems)} problems have no answer, so accuracy is not measured")
     if not without:
         name_unreadable(name, {p.id: p.answer for p in problems}, needed)
     return not without

@@ -34,21 +34,11 @@ import config
 from config import Config, ConfigError, Reward
 from infra.digests import size_and_hash
 from infra.figures import SCORES, score_text
-from infra.lines import (
-    append,
-    blame_file,
-    flush,
-    read_log,
-    remove,
-    replace,
-    rewrite_log,
-    write_json,
-)
+from infra.lines import append, blame_file, flush, read_log, remove, replace, rewrite_log, write_json
 from infra.terminal import print_progress
 from infra.tokenizer import Tokenizer
 from records import Metrics
 from settings import leaves
-from settings.loader import SHORT
 from settings.paths import REPOSITORY, user_path
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
@@ -148,10 +138,9 @@ def changed_settings(there: Config | dict, now: Config | dict) -> dict[str, str]
     old, new = config.flatten(there), config.flatten(now)
     named = {}
     for key in dict.fromkeys((*new, *old)):  # kinds of one section have different settings
-        sides = [[settings[key]] if key in settings else [] for settings in (old, new)]
-        if repr(sides[0]) != repr(sides[1]) and key != "out":
-            before, after = (SHORT.repr(side[0]) if side else "absent" for side in sides)
-            named[key] = f"{key} ({before} there, {after} now)"
+        before, after = (repr(side[key]) if key in side else "absent" for side in (old, new))
+        if before != after and key != "out":
+            named[key] = f"{key} ({before[:200]} there, {after[:200]} now)"
     return named
 
 
@@ -173,11 +162,10 @@ def refused_changes(there: Config | dict, now: Config) -> list[str]:
         grows = key == "steps" and new[key] > old[key]
         if grows and old.get("optim.schedule") == "cosine":
             refused.append(f"{change}: optim.schedule=cosine has spread its rate over the steps there")
-        harmless = grows or key.startswith(NO_EFFECT_ON_STEPS + MEMORY_SETTINGS)
         # A file at another path: its content is compared (`require_same_files`, `require_same_inputs`).
-        moved = key in (*COPIES, "model.lora.path", "teacher.path")
-        elsewhere = moved and None not in (old.get(key), new.get(key))
-        if not harmless and not elsewhere:
+        of_file = key in (*COPIES, "model.lora.path", "teacher.path")
+        moved = of_file and None not in (old.get(key), new.get(key))
+        if not (grows or moved or key.startswith(NO_EFFECT_ON_STEPS + MEMORY_SETTINGS)):
             refused.append(change)
     return refused
 
@@ -252,7 +240,7 @@ def evaluations(folder: Path) -> dict[int, Path]:
 def describe_environment(device: torch.device, diff: str) -> dict:
     """Describe command, code, machine, device and libraries; `diff` is that of the code to its commit."""
     cpu = f"cpu, {torch.get_num_threads()} threads"
-    optional = [name for name in ("vllm", "flash_attn") if name in sys.modules]
+    optional = {name: sys.modules[name].__version__ for name in ("vllm", "flash_attn") if name in sys.modules}
     return {
         "argv": sys.argv,
         "commit": run_git("rev-parse", "HEAD"),
@@ -262,7 +250,7 @@ def describe_environment(device: torch.device, diff: str) -> dict:
         "machine": platform.platform(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
         "ranks": int(os.environ.get("WORLD_SIZE", "1")),
-        "libraries": versions() | {name: sys.modules[name].__version__ for name in optional},
+        "libraries": versions() | optional,
     }
 
 
@@ -514,8 +502,7 @@ class RunLog:
             line, shown = lines[0], lines[0]["completions"][0]
             gold = f", gold {line['gold']}" if line["gold"] else ""
             earned = "none" if shown["reward"] is None else f"{shown['reward']:g}"
-            self.say(f"step {step}: {line['id']}{gold}, reward {earned}: "
-                     f"{shown['text'][:400]!r}")
+            self.say(f"step {step}: {line['id']}{gold}, reward {earned}: {shown['text'][:400]!r}")
 
     def warn(self, step: int, warning: str) -> None:
         """Print a warning about a step, if there is one."""

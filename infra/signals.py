@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from infra import dist
-from infra.terminal import Plain
+from infra.terminal import Plain, to_stderr
 from settings.loader import ConfigError
 from verify.errors import VerifyError
 
@@ -53,10 +53,10 @@ def exit_status(
             status, said = 130, "interrupted; "
         except Exception as error:
             if not dist.is_lost(error):
-                print(f"once what follows is mended: {remedy()}", file=sys.stderr)
+                to_stderr(f"once what follows is mended: {remedy()}")
                 raise
             status, said = 1, f"rank {dist.rank()} has lost another one: mend what that says; "
         finally:
             dist.close()
-        print(said + remedy(), file=sys.stderr)
+        to_stderr(said + remedy())
         return status

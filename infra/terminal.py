@@ -71,7 +71,11 @@ def count(text: str) -> int:
 def print_progress(text: str) -> None:
     """Print a line of progress unless stderr is a terminal, which shows a bar."""
     if not sys.stderr.isatty():
-        print(text, file=sys.stderr, flush=True)
+        to_stderr(text)
+
+
+def to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 class Plain:

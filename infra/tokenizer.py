@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import jinja2.ext
 import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -17,10 +16,11 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE
 
-from config import ConfigError, Data
+from config import Config, ConfigError, Data
 from infra.trial import try_first
 from infra.weights import read_shape
 from records import Sample, Stops
+from settings import leaves
 from settings.loader import SHORT, encodable, in_short, read_json
 
 # Every template gets them, beside special tokens.
@@ -263,6 +263,11 @@ class Tokenizer:
                 opened = self.opened if text.endswith(self.opened) else ""
                 texts.append(text.removesuffix(opened))
         return tuple(texts if to > start else texts[:-2])  # without a reply that nobody has read
+
+
+def load_tokenizer(cfg: Config, folder: Path) -> Tokenizer:
+    """Read the tokenizer of a model folder as a config has it, with what leaves add. Raises ConfigError."""
+    return leaves.through("tokenizer", cfg, Tokenizer(folder, cfg.data, cfg.rollout.stop or ()))
 
 
 def as_messages(question: str | Sequence[dict], system: str | None) -> list[dict]:

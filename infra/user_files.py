@@ -2,12 +2,12 @@
 
 import functools
 import re
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from infra.terminal import to_stderr
 from infra.user_worker import Source, load_ahead
 from settings.loader import ConfigError, frozen
 from verify.workers import MEMORY, TIME, Limits, OverLimit, call
@@ -80,8 +80,7 @@ class UserFile:
         how = self.describe_end(ended)
         if (self.source.path, str(ended)) not in REPORTED:
             REPORTED.add((self.source.path, str(ended)))
-            print(f"{self.setting}={self.source.path}: a call {how} (row {row_id}); {then}", file=sys.stderr,
-                  flush=True)
+            to_stderr(f"{self.setting}={self.source.path}: a call {how} (row {row_id}); {then}")
         return how
 
     def describe_end(self, ended: OverLimit) -> str:

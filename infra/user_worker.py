@@ -59,7 +59,9 @@ def describe_error(error: BaseException, source: Source, row: dict) -> str:
     if isinstance(error, WrongFile):
         return str(error)
     place, text = name_place(error, source.path), on_one_line(error, str)
-    return f"it raises {type(error).__name__}{place}: {text}{name_columns(error, row)}"
+    if isinstance(error, KeyError) and row and error.args and error.args[0] not in row:
+        text += f"; the row has {', '.join(map(str, row))}"  # and not this column
+    return f"it raises {type(error).__name__}{place}: {text}"
 
 
 def name_place(error: BaseException, path: str) -> str:
@@ -71,13 +73,6 @@ def name_place(error: BaseException, path: str) -> str:
         file = Path(frame.filename)
         if file.resolve().parent == folder:
             return f" in line {frame.lineno} of {file.name}"
-    return ""
-
-
-def name_columns(error: BaseException, row: dict) -> str:
-    """Name the columns of the row after a KeyError for one that it does not have."""
-    if isinstance(error, KeyError) and row and error.args and error.args[0] not in row:
-        return f"; the row has {', '.join(map(str, row))}"
     return ""
 
 

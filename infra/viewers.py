@@ -35,8 +35,7 @@ def seconds(text: str) -> dict[str, float]:
 
 def of_chat(text: str | None) -> argparse.Namespace:
     parser = new_parser(text)
-    add = parser.add_argument
-    add("target", help="a run folder, a Hugging Face folder, a checkpoint or a hub name")
+    parser.add_argument("target", help="a run folder, a Hugging Face folder, a checkpoint or a hub name")
     add_config(parser, "Without it the run's own")
     add_settings(parser)
     return parser.parse_args()

@@ -32,10 +32,10 @@ def find_model(path: str, files: tuple[str, ...] = ("*.json", "*.jinja", "*.safe
     if not ours:
         folder = download(path, files, setting)
     if not (folder / "config.json").is_file():
-        adapts = (folder / "adapter_config.json").is_file()
-        remedy = "it is an adapter: set model.lora.path to it, and model.path to its base, or merge both"
-        raise ConfigError(f"{setting}={path} has no config.json; "
-                          f"{remedy if adapts else 'give a Hugging Face folder or a hub name'}")
+        remedy = "give a Hugging Face folder or a hub name"
+        if (folder / "adapter_config.json").is_file():
+            remedy = "it is an adapter: set model.lora.path to it, and model.path to its base, or merge both"
+        raise ConfigError(f"{setting}={path} has no config.json; {remedy}")
     if ours:
         require_own_files(folder)
         if any((folder / name).is_file() for name in WEIGHT_FILES):

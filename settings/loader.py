@@ -311,10 +311,11 @@ def fit(value: Any, kind: Any, path: str) -> Any:
     Raises ConfigError for a value inside a section, a mapping or a list.
     """
     origin, inner = get_origin(kind), get_args(kind)
-    if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+    text = value if isinstance(value, str) else ""
+    if re.search("[\ud800-\udfff]", text):
         raise ConfigError(f"{path}={SHORT.repr(value)} holds half a character; write it as UTF-8")
     # Not \neq, \nu, \nabla and the like, which are LaTeX.
-    if isinstance(value, str) and re.search(r"\\n(?!abla|eq?\b|eg\b|ot|u\b|i\b|mid|ewline|[lg]eq)", value):
+    if re.search(r"\\n(?!abla|eq?\b|eg\b|ot|u\b|i\b|mid|ewline|[lg]eq)", text):
         raise ConfigError(f"{path}={value[:200]} must be in double quotes if it has a new line, and after "
                           f"--set in single quotes as well: '{path}=\"...\\n...\"'; without them \\n is a "
                           "backslash and an n")

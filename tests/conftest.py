@@ -133,6 +133,12 @@ def refused(command, capsys):
     return run
 
 
+def refuses(message: str, function, *given, **named) -> None:
+    """A call ends in a ConfigError in which this pattern is found."""
+    with pytest.raises(ConfigError, match=message):
+        function(*given, **named)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def process_group():
     os.environ.pop("RANK", None)

@@ -287,8 +287,7 @@ def figures(cfg: config.Config, one: Trace, whole: Trace) -> dict:
         "formula": shapes.flop(policy, [row.segments for row in rows], scored * len(rows)) / len(rows),
         "peak": whole.device.peak,
         "counted": sum((counts.phases(cfg, policy.shape, dist.world_size())["update"] | row).values()),
-        "again": {"head": (head_backward - gradients) / head, "layers": flop(("backward", "recomputed")) / of_layers},
-    }
+        "again": {"head": (head_backward - gradients) / head, "layers": flop(("backward", "recomputed")) / of_layers}}
 
 
 def main() -> None:

@@ -7,11 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TOY, toy_config
+from conftest import ROOT, TOY, refuses, toy_config
 
 import chat
 import train
-from config import ConfigError
 from records import Prompt, Request
 
 ROWS = [json.loads(line) for line in (ROOT / "toy" / "test.jsonl").read_text().splitlines()[:2]]
@@ -82,8 +81,7 @@ def test_a_run_speaks_by_its_newest_policy_and_with_its_own_settings(tmp_path):
     assert export.model.path == str(run / "hf") and chat.Conversation(export).say(QUESTION) == text
     assert chat.open_config(str(run), None, ["data.system_prompt=null"]).data.system_prompt is None
     shutil.rmtree(run / "hf")
-    with pytest.raises(ConfigError, match=f"{run} has neither an export nor a checkpoint yet"):
-        chat.open_config(str(run), None, [])
+    refuses(f"{run} has neither an export nor a checkpoint yet", chat.open_config, str(run), None, [])
 
 
 def test_a_conversation_that_is_too_long_and_a_set_that_is_not_there_are_one_line(monkeypatch, capsys):

@@ -201,8 +201,7 @@ def test_easy_and_hard_meet_in_the_middle_of_what_groups_are_compared_by():
     ("rollout.prompts_per_step=1", "data.limit=3", "steps=8", "prune.completions={kind: pps, keep: 1}",
      "prune.prompts={kind: bernoulli, drop_prob: 0.9}", "seed=6"),
     ("rollout.prompts_per_step=2", "data.limit=1", "steps=4", "prune.prompts={kind: bernoulli, drop_prob: 0.9}",
-     "prune.completions={kind: pps, keep: 1, scope: batch}", "update.minibatches=2"),
-])
+     "prune.completions={kind: pps, keep: 1, scope: batch}", "update.minibatches=2")])
 def test_a_step_that_rolls_nothing_out_and_one_without_variance_are_finite(settings, tmp_path):
     """That nothing changes then, whatever momentum there is, is what test_loop.py says."""
     train.train(toy_config(tmp_path / "run", "optim.lr=1e-3", "data.eval=null", *settings, name="grpo_toy.yaml"))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import pytest
-from conftest import PUBLISHED
+from conftest import PUBLISHED, refuses
 
 import config
 import train
@@ -22,8 +22,7 @@ from settings.leaves import settings_of
 GOOD = {
     "steps": 3, "model": {"path": "m"}, "data": {"train": "t", "eval": "e"}, "optim": {"lr": 1e-3},
     "rollout": {"group_size": 4, "prompts_per_step": 6, "max_new_tokens": 8}, "pack": {"capacity": 520},
-    "eval": {"max_new_tokens": 8},
-}
+    "eval": {"max_new_tokens": 8}}
 
 
 @pytest.fixture
@@ -142,8 +141,7 @@ def test_a_missing_setting_is_named(good, key):
     section = raw[key.split(".")[0]] if "." in key else raw
     del section[key.rsplit(".", maxsplit=1)[-1]]
     good.write_text(config.yaml.safe_dump(raw))
-    with pytest.raises(ConfigError, match=f"missing key '{key}' .*; it has no default"):
-        load(good)
+    refuses(f"missing key '{key}' .*; it has no default", load, good)
 
 
 def write(folder, **texts):
@@ -152,32 +150,28 @@ def write(folder, **texts):
         (folder / f"{name}.yaml").write_text(text)
 
 
-def test_a_base_may_have_a_base_and_every_key_of_it_can_be_changed(good):
-    write(good.parent, child="base: good.yaml\nrollout: {group_size: 8}\noptim: {lr: 1}\n",
-          grandchild="base: child.yaml\nrollout: {max_new_tokens: 6}\n",
-          last="base: grandchild.yaml\noptim: {lr: 2}\n")
-    cfg = load(good.parent / "child.yaml")
-    assert (cfg.rollout.group_size, cfg.rollout.prompts_per_step, cfg.out) == (8, 6, "runs/child")
-    cfg = load(good.parent / "last.yaml")
-    assert (cfg.rollout.group_size, cfg.rollout.max_new_tokens, cfg.optim.lr, cfg.out) == (8, 6, 2, "runs/last")
+LAYERS = {
+    "child": "base: good.yaml\nrollout: {group_size: 8}\noptim: {lr: 1}\n",
+    "grand": "base: child.yaml\nrollout: {max_new_tokens: 6}\n", "last": "base: grand.yaml\noptim: {lr: 2}\n",
+    "one": "base: good.yaml\nsteps: 1\nseed: 1\n", "left": "base: one.yaml\nseed: 2\nout: left\n",
+    "right": "base: one.yaml\nout: right\n",
+    "both": "base: [left.yaml, right.yaml]\n", "low": "base: good.yaml\nseed: 1\n", "high": "steps: 5\nseed: 2\n",
+    "named": "out: mine\n"}
 
 
-def test_of_a_list_of_bases_the_later_lies_above_and_a_shared_base_is_a_layer_once(good):
-    write(good.parent, low="base: good.yaml\nsteps: 1\nseed: 1\n", left="base: low.yaml\nseed: 2\nout: left\n",
-          right="base: low.yaml\nout: right\n", both="base: [left.yaml, right.yaml]\n")
-    cfg = config.load(good.parent / "both.yaml")
-    assert (cfg.steps, cfg.seed, cfg.out) == (1, 2, "right")
-
-
-def test_of_several_configs_each_lies_with_its_bases_over_those_before_it(good):
-    write(good.parent, low="base: good.yaml\nseed: 1\n", high="steps: 5\nseed: 2\n", named="out: mine\n")
-    low, high, named = (good.parent / f"{name}.yaml" for name in ("low", "high", "named"))
-    cfg = load([low, high], ["steps=7"])
-    assert (cfg.steps, cfg.seed, cfg.out) == (7, 2, "runs/low_high")
-    assert load([high, low]).steps == 3 and load([high, low, high]).steps == 5
-    assert load([low, named, high]).out == "mine"
-    with pytest.raises(ConfigError, match="config 'hihg.yaml' not found, neither as given nor in"):
-        load([low, "hihg.yaml"])
+@pytest.mark.parametrize(("names", "expected"), [
+    ("child", {"rollout.group_size": 8, "rollout.prompts_per_step": 6, "out": "runs/child"}),
+    ("last", {"rollout.group_size": 8, "rollout.max_new_tokens": 6, "optim.lr": 2, "out": "runs/last"}),
+    ("both", {"steps": 1, "seed": 2, "out": "right"}),  # a base that two share is a layer once
+    ("low high", {"steps": 5, "seed": 2, "out": "runs/low_high"}), ("high low", {"steps": 3}),
+    ("high low high", {"steps": 5}), ("low named high", {"out": "mine"})])
+def test_each_config_lies_with_its_bases_over_those_before_it(good, names, expected):
+    write(good.parent, **LAYERS)
+    flat = config.flatten(load([good.parent / f"{name}.yaml" for name in names.split()]))
+    assert {key: flat[key] for key in expected} == expected
+    low = good.parent / "low.yaml"
+    assert load([low, good.parent / "high.yaml"], ["steps=7"]).steps == 7
+    refuses("config 'hihg.yaml' not found, neither as given nor in", load, [low, "hihg.yaml"])
 
 
 def test_a_base_stands_beside_its_file_or_among_the_shipped_configs(good, tmp_path, monkeypatch):
@@ -194,20 +188,17 @@ def test_a_base_stands_beside_its_file_or_among_the_shipped_configs(good, tmp_pa
         with pytest.raises(ConfigError, match=f"config '{base}' .base of .*mine.yaml. not found, neither as given nor"):
             load(good.parent / "mine.yaml")
     write(good.parent, mine="base: cppo_toi.yaml\n")
-    with pytest.raises(ConfigError, match=r"Did you mean 'cppo_toy.yaml'\?"):
-        load(good.parent / "mine.yaml")
+    refuses(r"Did you mean 'cppo_toy.yaml'\?", load, good.parent / "mine.yaml")
 
 
 @pytest.mark.parametrize(("texts", "circle"), [
     ({"a": "base: a.yaml"}, "a.yaml -> .*a.yaml"),
     ({"a": "base: b.yaml", "b": "base: ../x/a.yaml"}, "a.yaml -> .*b.yaml -> .*a.yaml"),
-    ({"a": "base: b.yaml", "b": "base: c.yaml", "c": "base: b.yaml"}, "a.yaml -> .*b.yaml -> .*c.yaml -> .*b.yaml"),
-])
+    ({"a": "base: b.yaml", "b": "base: c.yaml", "c": "base: b.yaml"}, "a.yaml -> .*b.yaml -> .*c.yaml -> .*b.yaml")])
 def test_a_circle_of_bases_is_named(tmp_path, texts, circle):
     (tmp_path / "x").mkdir()
     write(tmp_path / "x", **texts)
-    with pytest.raises(ConfigError, match=f"base=.* leads in a circle: .*{circle}; one of them must have no base"):
-        load(tmp_path / "x" / "a.yaml")
+    refuses(f"base=.* leads in a circle: .*{circle}; one of them must have no base", load, tmp_path / "x" / "a.yaml")
 
 
 def test_a_key_given_twice_is_named_with_its_file_and_line(good):
@@ -319,8 +310,7 @@ def test_a_rule_of_a_leaf_stands_beside_the_cores_of_the_same_choice(monkeypatch
     table = {"prune.completions.kind=bernoulli or pps": ["seed=1: odd"]}
     monkeypatch.setattr(rules.leaves, "stated", lambda cfg, name: [table] * (name == "REQUIRES"))
     for sets, why in ([["loss.denominator=kept"], "loss.denominator=kept must be all"], [[], "seed=0 must be 1 with"]):
-        with pytest.raises(ConfigError, match=why):
-            load("dppo_toy.yaml", sets)
+        refuses(why, load, "dppo_toy.yaml", sets)
 
 
 def test_files_that_are_no_config_are_named(tmp_path):

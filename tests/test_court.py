@@ -293,8 +293,7 @@ METHODS = {
     "allocation": ["advantage={kind: allocated}"],
     "abort": ["advantage={kind: survivors}", "prune.completions={kind: abort, mark: 8, bias: -0.5}"],
     "abort_controls": ["advantage={kind: survivors}",
-                       "prune.completions={kind: biased_abort, mark: 8, aborted: balanced}"],
-}
+                       "prune.completions={kind: biased_abort, mark: 8, aborted: balanced}"]}
 
 
 def words(method: str, out, *settings: str) -> list[str]:
@@ -411,7 +410,7 @@ def test_rates_are_chosen_of_a_whole_grid_and_of_the_neighbour_of_an_end(every_m
         record = court.read(results)[name]
         append(name, replace(record, about=record.about | {"finite": False}, lines=record.lines[:1]), results)
     assert court.chosen_rate("grpo", results) == "1e-4"
-    assert court.validation_rows({"grpo": arm}, results)[0][1].endswith("2e-4: not finite, 4e-4: not finite")
+    assert court.validation_table({"grpo": arm}, results)[2].endswith("2e-4: not finite, 4e-4: not finite |")
 
 
 FORK = (ROOT / "docs" / "fork.md").read_text().partition("## To try first")[2]
@@ -476,10 +475,9 @@ def test_a_method_that_would_not_be_tried_is_an_error(plugged, refused, tmp_path
     ("--method --set loss.old_logp=engine", "must be recompute: weigh of"),
     ("--method --seeds 6", "invalid choice: 6"),
     ("--method --train", "not allowed with argument"),
-    ("--train grpo,pqs", "--train pqs: the arms are grpo, "),
+    ("--train grpo,pqs", "--train: 'grpo,pqs': give some of grpo,leave-one-out,"),
     ("--set steps=3", "--set needs --method"),
-    ("--hours 0", "--hours needs --method or --train"),
-])
+    ("--hours 0", "--hours needs --method or --train")])
 def test_a_comparison_that_would_be_unfair_and_options_without_effect_are_errors(
         words, says, plugged, refused, tmp_path):
     mine = tmp_path / "mine.py"

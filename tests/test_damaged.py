@@ -89,8 +89,7 @@ def model(tmp_path) -> Path:
     ("tokenizer_config.json", b"[]", "holds no JSON object"),
     ("tokenizer.json", b"[]", "is not a tokenizer"), ("tokenizer.json", b"\xff", "is not a tokenizer"),
     ("generation_config.json", b'{"eos_token_id": "a"}', "eos_token_id='a' must be one or several of the 477 tokens"),
-    ("generation_config.json", b'{"eos_token_id": -1}', "eos_token_id=-1 must be one"),
-])
+    ("generation_config.json", b'{"eos_token_id": -1}', "eos_token_id=-1 must be one")])
 def test_a_file_of_a_model_that_is_damaged_is_named(name, content, message, model):
     """A mapping changes the file's settings; None leaves its first half."""
     path = model / name
@@ -175,8 +174,7 @@ LISTS = ["&a0 [x, x, x, x, x, x, x, x, x]", *(f"&a{i} [{', '.join([f'*a{i - 1}']
     (b"# \xe9\n", "is not valid yaml: unacceptable character"),
     (b"a: " + b"[" * 3_000, "is not valid yaml: maximum recursion"),
     (b"steps: " + b"1" * 5000, "is not valid yaml: Exceeds the limit"),
-    (b"base: grpo_toy.yaml\nsteps: [" + b"xxxxxxxxxx, " * 1000 + b"]\n", r"steps=\[.*\.\.\.\] must be a whole"),
-])
+    (b"base: grpo_toy.yaml\nsteps: [" + b"xxxxxxxxxx, " * 1000 + b"]\n", r"steps=\[.*\.\.\.\] must be a whole")])
 def test_a_config_that_is_hostile_is_named(text, message, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_bytes(text)
@@ -222,8 +220,7 @@ def logged(tmp_path_factory) -> Path:
     ("metrics.jsonl", ("eval/few/low",), None, ":3: 'eval/few/low' is missing"),
     ("samples.jsonl", ("completions", 0, "reward"), None, ":1: 'reward' is missing"),
     ("samples.jsonl", ("completions",), 3, " holds a value that no run writes .TypeError: 'int' object"),
-    ("decisions.jsonl", ("prompts", 0, "completion_weight"), [1.0], " holds a value that no run writes .ValueError"),
-])
+    ("decisions.jsonl", ("prompts", 0, "completion_weight"), [1.0], " holds a value that no run writes .ValueError")])
 def test_a_line_of_a_log_that_was_edited_is_named(name, keys, value, message, logged, tmp_path, monkeypatch):
     report, charts = pytest.importorskip("report"), pytest.importorskip("leaves.page.charts")
     monkeypatch.setattr(charts, "draw_svg", lambda rows, score="": "")  # most of the time of a page
@@ -332,8 +329,7 @@ def test_control_characters_of_texts_are_written_out_and_bars_still_move(capsys)
     (("head", "sets", "few", "count"), [4] * 1000, "its head [4, 4, 4, 4, 4, 4, ...]; the file was damaged"),
     (("head", "sets", "few", "count"), None, "few has 2 problems and its head None"),
     (("head",), None, "is not a result of eval.py --out"), (("head",), [], "is not a result of eval.py --out"),
-    (("results", "few"), 3, "holds a value that no run writes"),
-])
+    (("results", "few"), 3, "holds a value that no run writes")])
 def test_a_result_that_was_edited_is_named(keys, value, message, tmp_path):
     path = Path(written(tmp_path / "result.json", "right", "wrong"))
     assert results.read_finished(path, head := json.loads(path.read_text())["head"])["results"]["few"]["count"] == 2

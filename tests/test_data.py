@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import ROOT, TOY, as_rewards, write_tiny
+from conftest import ROOT, TOY, as_rewards, refuses, write_tiny
 
 import config
 import data
@@ -41,8 +41,7 @@ def test_the_columns_of_gsm8k_math_and_the_hubs_evaluation_sets_are_understood(t
         {"problem": "q", "solution": r"so \boxed{\frac{1}{2}}.", "level": "Level 1"},
         {"question": "q\u2028\x85", "answer": 7},  # both end a line for str.splitlines, neither does in JSON lines
         {"problem": "q", "answer": 27.0, "type": "Algebra", "level": "Level ?"},
-        {"question": "q", "final_answer": ["$1$", "$2$"], "subfield": "x"},
-    )
+        {"question": "q", "final_answer": ["$1$", "$2$"], "subfield": "x"})
     path.write_text("\ufeff" + path.read_text())  # the mark of the byte order is no part of the first row
     assert data.load_problems(str(path)) == [
         Problem("mine", "q", "2,125", "s"),
@@ -50,8 +49,7 @@ def test_the_columns_of_gsm8k_math_and_the_hubs_evaluation_sets_are_understood(t
         Problem("mixed/2", "q", r"\frac{1}{2}", r"so \boxed{\frac{1}{2}}.", level="1"),
         Problem("mixed/3", "q\u2028\x85", "7"),
         Problem("mixed/4", "q", "27", level="?", subject="Algebra"),
-        Problem("mixed/5", "q", "$1$, $2$"),
-    ]
+        Problem("mixed/5", "q", "$1$, $2$")]
 
 
 def test_hub_rows_are_read_like_lines(monkeypatch):
@@ -169,8 +167,7 @@ def test_several_files_are_one_set_whose_ids_differ_and_whose_rows_a_checkpoint_
     for names, message in (("a,b/mroe.csv", "mroe.csv not found .*Did you mean 'more.csv'"), ("a,", "'' is not known"),
                            ("x*y", r"x\*y matches nothing \(looked for in "), ("a,b/_*", "with the ending ''"),
                            ("c", "c holds 2 files, .*fewer than"), ("[cd]/*", "holds 3 files, .*of several splits")):
-        with pytest.raises(ConfigError, match=message):
-            data.load_problems(names)
+        refuses(message, data.load_problems, names)
 
 
 def test_columns_of_several_types_and_lost_characters_are_counted_and_the_run_goes_on(tmp_path, capsys):
@@ -214,16 +211,13 @@ def edit(folder, name, **changes):
 def test_a_tokenizer_that_cannot_prompt_is_an_error(tmp_path):
     folder = write_tiny(tmp_path / "a")
     edit(folder, "tokenizer_config.json", chat_template=None)
-    with pytest.raises(ConfigError, match="without a chat template, as base models do; set data.prompt to a plain"):
-        data.Tokenizer(folder)
+    refuses("without a chat template, as base models do; set data.prompt to a plain", data.Tokenizer, folder)
     for template, said in (("{% for %}", "the chat template is not valid"),
                            ("{{ '\\ud83d' }}", "its chat template writes half a character; mend it")):
         (folder / "chat_template.jinja").write_text(template)
-        with pytest.raises(ConfigError, match=said):
-            data.Tokenizer(folder)
+        refuses(said, data.Tokenizer, folder)
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match="tokenizer.json not found; the model folder must hold the tokenizer"):
-        data.Tokenizer(folder)
+    refuses("tokenizer.json not found; the model folder must hold the tokenizer", data.Tokenizer, folder)
 
 
 def test_the_closing_token_is_the_first_special_one_behind_the_answer(tmp_path):
@@ -369,8 +363,7 @@ def test_longer_prompts_are_left_out_only_where_that_is_asked_for(capsys):
         data.to_prompts(problems, tokenizer, None, 40)
     assert [p.id for p in data.to_prompts(problems, tokenizer, None, 40, drop_longer=True)] == ["a", "c"]
     assert "1 of 3 prompts have more than data.max_prompt_tokens=40 and are left out" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="1 of 1 prompts do"):
-        data.to_prompts(problems[1:2], tokenizer, None, 40, drop_longer=True)
+    refuses("1 of 1 prompts do", data.to_prompts, problems[1:2], tokenizer, None, 40, drop_longer=True)
     tokenizer.render = lambda *_: ""
     with pytest.raises(ConfigError, match=r"prompt a has no tokens \(1 of 1 prompts do\): the chat template"):
         data.to_prompts(problems[:1], tokenizer, None, 40)
@@ -432,8 +425,7 @@ def test_problems_that_are_evaluated_on_are_not_trained_on_however_they_are_dres
         problems = [Problem("a", own, "1"), other, Problem("b", own, "1", messages=messages)]
         assert data.drop_overlap(problems, [Problem("x", held_out, "2")]) == [other]
         assert "2 of 3 training problems are evaluated on and are left out" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="data.train holds no problem that data.eval does not hold too"):
-        data.drop_overlap(problems[:1], problems)
+    refuses("data.train holds no problem that data.eval does not hold too", data.drop_overlap, problems[:1], problems)
 
 
 @pytest.mark.parametrize(("one", "other"), [

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TOY
+from conftest import TOY, refuses
 from test_invariance import on_ranks
 
 import config
@@ -86,8 +86,7 @@ def test_without_vllm_the_embedded_engine_samples_and_a_line_says_what_to_instal
     ("cppo_math", ["data.eval=math500,gsm8k"], 16, 83),
     ("cppo_math", ["eval.n=2", "eval.temperature=1"], 16, 63),
     ("optpo_gsm8k", ["data.eval=null"], 8, 32),                     # N x G; then 4 more of each that is not decided
-    ("optpo_gsm8k", ["data.eval=null", "labels.chunk=20", "rollout.group_size=16"], 8, 40),
-])
+    ("optpo_gsm8k", ["data.eval=null", "labels.chunk=20", "rollout.group_size=16"], 8, 40)])
 def test_an_engine_has_no_more_slots_than_a_step_or_an_evaluation_asks_it_for(name, settings, ranks, slots):
     assert kernels(name, gpu(ranks=ranks), "rollout.tensor_parallel=1", *settings).cfg.rollout.slots == slots
 
@@ -212,8 +211,7 @@ def test_a_gpu_that_torch_cannot_use_is_named_with_the_reason(seen, monkeypatch)
     seen(0, driver=True, built=None)
     line, = said_on_cpu()
     assert line.startswith("device=cpu: there is a GPU, but torch ") and "is a build without CUDA" in line
-    with pytest.raises(ConfigError, match="device=cuda: there is a GPU, but .* is a build"):
-        hardware.find_device("cuda")
+    refuses("device=cuda: there is a GPU, but .* is a build", hardware.find_device, "cuda")
     seen(0, driver=True, built="13.0")
     line, = said_on_cpu()
     assert "580 or newer" in line
@@ -231,8 +229,7 @@ def test_a_gpu_that_torch_cannot_use_is_named_with_the_reason(seen, monkeypatch)
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).")
     seen(1, driver=True, built="13.0", start=too_old)
     for wanted in ("auto", "cuda"):
-        with pytest.raises(ConfigError, match=r"too old \(found version 12020\).*580 or newer.*device=cpu"):
-            hardware.find_device(wanted)
+        refuses(r"too old \(found version 12020\).*580 or newer.*device=cpu", hardware.find_device, wanted)
     assert hardware.find_device("cpu") == CPU
 
 

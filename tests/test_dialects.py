@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import TOY
+from conftest import TOY, refuses
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Rust
 
@@ -102,8 +102,7 @@ DIALECTS = {
     "gemma": (GEMMA, "<end_of_turn>", "spaces", ["user"], {"tool": "the chat template fails: .* roles alternate"}),
     "mistral": (MISTRAL, "</s>", "first", ["tool"], {"user": LEFT}),
     "r1": (R1, "</s>", "bytes", [], {"user": LEFT}),
-    "glm": (GLM, "<|user|>", "bytes", [], {"user": NO_TOKEN, "tool": NO_TOKEN}),
-}
+    "glm": (GLM, "<|user|>", "bytes", [], {"user": NO_TOKEN, "tool": NO_TOKEN})}
 WORDS = ["apples", "12", "=", "é", "日本", "\n", "\n\n", "  ", "{", '"a": 1', "</s", "<tool_call>", "x+y", "ÿ", "\t",
          "\\boxed{3}", "''", "the", "The"]
 
@@ -233,8 +232,7 @@ def test_tokens_are_those_sampled_and_those_of_the_template(dialects):
 TALKS = [
     (["I add.", "5", r"So \boxed{12}."], (1, 0)), ([r"\boxed{12}?", "8", r"No: \boxed{8}."], (0, 0)),
     ([r"\boxed{12}?", "8", "I can not tell."], (0, 1)), (["I add.", r"The answer is \boxed{12}.", "Thanks."], (0, 1)),
-    (["I add.", r"\boxed{8}", "8?", "No.", r"\boxed{12}"], (1, 0)), ([r"\boxed{8}<eos></s>: \boxed{12}"], (1, 0)),
-]
+    (["I add.", r"\boxed{8}", "8?", "No.", r"\boxed{12}"], (1, 0)), ([r"\boxed{8}<eos></s>: \boxed{12}"], (1, 0))]
 
 
 @pytest.mark.parametrize("name", DIALECTS)
@@ -290,8 +288,7 @@ def test_roles_that_a_template_renders_otherwise_are_refused(name, dialects):
         splicer.require_fit((role,))
     for role, why in refused.items():
         said = why if "fails" in why else f"before messages of the role {role}, the chat template of .* {why}"
-        with pytest.raises(ConfigError, match=said):
-            splicer.require_fit((role,))
+        refuses(said, splicer.require_fit, (role,))
 
 
 def test_a_tail_is_not_taken_from_a_template_that_numbers_its_turns(dialects, tmp_path):
@@ -301,8 +298,7 @@ def test_a_tail_is_not_taken_from_a_template_that_numbers_its_turns(dialects, tm
                         "{{ message.content }}<|im_end|>\n{% endfor %}"
                         "{% if add_generation_prompt %}<|im_start|>{{ messages | length + 1 }} assistant\n{% endif %}")
     tokenizer = data.Tokenizer(dialects["chatml"].folder, config.Data("x", None, chat_template=str(template)))
-    with pytest.raises(ConfigError, match="writes a second turn in another way than the first"):
-        Splicer(tokenizer).require_fit(("user",))
+    refuses("writes a second turn in another way than the first", Splicer(tokenizer).require_fit, ("user",))
 
 
 def test_a_reply_that_is_read_back_otherwise_is_refused(dialects):

@@ -200,8 +200,7 @@ def test_papers_evaluate_as_their_configs_say(name, expected):
     (["--out", "nowhere/x.json"], "--out: folder nowhere not found"),
     (["--out", "toy"], "--out toy is a folder; name a file in it for the result"),
     (["--config", "eval/default.yaml", "--data", ""], "--data must be given: sets separated by commas"),
-    (["--data", "toy/test.jsonl,toy/test.jsonl"], "evaluation set 'test' is named twice"),
-])
+    (["--data", "toy/test.jsonl,toy/test.jsonl"], "evaluation set 'test' is named twice")])
 def test_bad_input_is_one_line_and_status_2(changes, message, monkeypatch, refused):
     monkeypatch.chdir(ROOT)
     said = refused(evaluation, "--model", TOY, "--data", "toy/test.jsonl", *changes)

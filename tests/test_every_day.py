@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TOY, load, nudge, toy_config, weights, write_tiny
+from conftest import ROOT, TOY, load, nudge, refuses, toy_config, weights, write_tiny
 from test_checkpoint import sharded
 from test_eval import sets
 from test_invariance import on_ranks
@@ -96,8 +96,7 @@ def test_a_run_that_came_and_went_while_models_were_loaded_is_not_written_over(t
         return true(*given)
 
     monkeypatch.setattr(train, "load_models", meanwhile)
-    with pytest.raises(ConfigError, match="already holds a run with this config"):
-        train.train(cfg)
+    refuses("already holds a run with this config", train.train, cfg)
     assert len(runfolder.read_log(tmp_path / "run" / "metrics.jsonl")) == 2
 
 
@@ -139,8 +138,7 @@ def test_a_run_goes_on_for_longer_and_is_the_longer_run(stopped, tmp_path, comma
 def test_what_the_steps_done_depend_on_may_not_change(there, now, message, tmp_path):
     folder = begun(tmp_path / "run", toy_config(tmp_path / "run", *there), 0, 1)
     for resume in ("always", "auto"):
-        with pytest.raises(ConfigError, match=message):
-            runfolder.require_free_folder(toy_config(folder, *now), resume)
+        refuses(message, runfolder.require_free_folder, toy_config(folder, *now), resume)
 
 
 def test_the_remedy_that_is_named_works(tmp_path):
@@ -254,8 +252,7 @@ def test_eval_takes_a_checkpoint_of_any_number_of_ranks(settings, tmp_path, comm
     hashes = {result["head"]["model"]["files"] for result in results.values()}
     assert len(hashes) == 4
     step = tmp_path / "one/checkpoints/step_000007"
-    with pytest.raises(ConfigError, match=f"{step} is a checkpoint, not a Hugging Face folder; .*python learner.py"):
-        find_model(str(step))
+    refuses(f"{step} is a checkpoint, not a Hugging Face folder; .*python learner.py", find_model, str(step))
     part = step / "policy" / "__0_0.distcp"
     part.write_bytes(b"?" + part.read_bytes()[1:])
     assert command(evaluation, "--model", step, *given) == 2

@@ -24,16 +24,13 @@ CASES = {
     "lora": (*FEW, "--set", "model.lora.rank=16"),
     "lora_7B": ("--shape", "7B", "--layers", "2", "--set", "model.lora.rank=32"),
     "lora_one_rank": (*FEW, "--ranks", "1", "--set", "model.lora.rank=16", "--set", "model.checkpoint_blocks=all"),
-    "lora_selective": (*FEW, "--set", "model.lora.rank=16", "--set", "model.checkpoint_blocks=selective"),
-}
+    "lora_selective": (*FEW, "--set", "model.lora.rank=16", "--set", "model.checkpoint_blocks=selective")}
 FAMILIES = {name: ("--shape", name, "--layers", "8") for name in ("gemma", "olmo", "glm")}  # of infra/families.yaml
 WAITS = {  # of a row, each of which is an optimizer step here. A copy that does not say non_blocking waits too.
     ("sync", "descend"): 2, ("sync", "metrics of the step"): 1, ("to host", "metrics of the step"): 1,
-    ("to device", "pack"): 16, ("to device", "reference"): 1, ("to device", "forward"): 1,
-}
+    ("to device", "pack"): 16, ("to device", "reference"): 1, ("to device", "forward"): 1}
 KERNELS = {  # of one layer in a row, of the head in a chunk of logits
-    "layer, forward": 26, "layer, backward": 44, "layer, recomputed": 24, "head, forward": 4, "head, backward": 12,
-}
+    "layer, forward": 26, "layer, backward": 44, "layer, recomputed": 24, "head, forward": 4, "head, backward": 12}
 # And for each of 7 layers with an adapter: two products, each with two more in backward where one of the weight was.
 OF_ADAPTERS = {"layer, forward": 14, "layer, backward": 39, "layer, recomputed": 14}
 OF_ENTROPY = {"head, forward": 4.1, "head, backward": 9.2}

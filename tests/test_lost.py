@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import steps_of, toy_config
+from conftest import refuses, steps_of, toy_config
 
 import config
 import learner
@@ -103,8 +103,7 @@ def test_what_hides_the_checkpoints_begins_no_run_anew(what, run, tmp_path):
     path.rename(tmp_path / "elsewhere")
     {"folder": path.mkdir, "file": path.touch, "dead link": lambda: path.symlink_to(tmp_path / "gone"),
      "circle": lambda: path.symlink_to(path.name)}[kind]()
-    with pytest.raises(ConfigError, match=f"{path} is of another kind, or a link to nothing; bring it back"):
-        go_on(run, resume="auto")
+    refuses(f"{path} is of another kind, or a link to nothing; bring it back", go_on, run, resume="auto")
     assert steps(run) == [1, 2, 3, 4]
 
 
@@ -124,8 +123,7 @@ def test_a_log_that_is_not_as_the_checkpoint_knows_it_is_named_and_stays(name, d
     path = run / name
     damage(path)
     left = {p.name: p.read_bytes() for p in run.iterdir() if p.is_file() and p.name != "lock"}
-    with pytest.raises(ConfigError, match=f"{path} is not as it was when step 4 was saved, with .* write the name"):
-        go_on(run)
+    refuses(f"{path} is not as it was when step 4 was saved, with .* write the name", go_on, run)
     assert left == {p.name: p.read_bytes() for p in run.iterdir() if p.is_file() and p.name != "lock"}
 
 
@@ -165,8 +163,7 @@ def test_a_log_that_another_program_changes_says_so_and_the_run_goes_on(name, ch
 def test_a_log_with_a_broken_line_inside_ends_the_run_and_stays(tmp_path):
     log, path, text = runfolder.RunLog(tmp_path), tmp_path / "metrics.jsonl", '{"step": 1}\n{"st\n{"step": 2}\n'
     path.write_text(text)
-    with pytest.raises(ConfigError, match=f"{path}:2 is no JSON object"):
-        log.write(path.name, {"step": 3})
+    refuses(f"{path}:2 is no JSON object", log.write, path.name, {"step": 3})
     assert path.read_text() == text
 
 
@@ -183,8 +180,7 @@ def test_the_places_of_a_run_are_tried_before_it(name, run, tmp_path, monkeypatc
     runfolder.require_place(run, name)
     for closed in (far, tmp_path)[:1 if name == "checkpoints" else 2]:
         monkeypatch.setattr(os, "access", lambda path, mode, closed=closed: path != closed)
-        with pytest.raises(ConfigError, match=f"out={place} cannot be written, because {closed} is no folder or"):
-            runfolder.require_place(run, name)
+        refuses(f"out={place} cannot be written, because {closed} is no folder or", runfolder.require_place, run, name)
 
 
 def test_an_export_goes_where_its_link_points(tmp_path):
@@ -240,8 +236,7 @@ def test_a_run_that_was_moved_goes_on_in_itself(run, command):
 def test_a_copy_with_a_link_to_the_checkpoints_of_the_original_does_not_go_on(original, run):
     shutil.rmtree(run / "checkpoints")
     (run / "checkpoints").symlink_to(original / "checkpoints")
-    with pytest.raises(ConfigError, match=f"is a link into another run, {original}; put a copy in its place"):
-        go_on(run)
+    refuses(f"is a link into another run, {original}; put a copy in its place", go_on, run)
     apart = run.with_name("disk")
     shutil.copytree(original / "checkpoints", apart)
     (run / "checkpoints").unlink()

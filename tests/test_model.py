@@ -101,8 +101,7 @@ SEGMENTS = {
     "tokens of one": shared([(1, [1, 1, 1]), (1, [1])]),
     "alone and in groups": shared([(2, [7]), (3, [5, 5, 1]), (9, [1]), (6, [8, 4, 9])]),
     "a prompt alone in front": Segments.of((4, 3, 2), (4, 7, 6), torch.tensor([*range(4), *range(7), *range(4), 7, 8])),
-    "a prefix that lies apart": Segments.of((2, 3, 2), (2, 3, 4), torch.tensor([0, 1, 2, 3, 4, 0, 1, 5, 6])),
-}
+    "a prefix that lies apart": Segments.of((2, 3, 2), (2, 3, 4), torch.tensor([0, 1, 2, 3, 4, 0, 1, 5, 6]))}
 
 
 def reference_kernel(q, k, v, first_query, first_key, longest_query, longest_key, window_size) -> torch.Tensor:

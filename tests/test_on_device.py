@@ -30,8 +30,7 @@ RUNS = {
     "calculator_toy": [],
     "flight_toy": ["steps=2"],
     "opd_toy": [f"teacher.path={TOY.parent}/hard_model"],
-    "cppo_toy": ["optim.offload=true", "model.checkpoint_blocks=all"],
-}
+    "cppo_toy": ["optim.offload=true", "model.checkpoint_blocks=all"]}
 # Of the run below, its checks and evaluations too: a token sampled waits twice, an update twice, sums once.
 WAITS = {"rollout.py generate": 87, "rollout.py decode": 82, "rollout.py <genexpr>": 20, "rollout.py admit": 5,
          "rollout.py compute": 5, "rollout.py shrink": 4, "infra/dist.py sum_over_ranks": 5,
@@ -47,8 +46,7 @@ FAULTS = {
         "model.py", "torch.mm(grad_CV, head_VD, out=grad_hidden)", "pass", "is not finite"),
     "a product is in float32": (
         "model.py", "return self.down_proj(self.activate(gate) * up)",
-        "return F.linear((self.activate(gate) * up).float(), self.down_proj.weight.float()).to(x_TD)", ""),
-}
+        "return F.linear((self.activate(gate) * up).float(), self.down_proj.weight.float()).to(x_TD)", "")}
 
 
 def start(*words: object, ranks: int = 1) -> subprocess.CompletedProcess:

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 import torch
 import transformers
-from conftest import TOY, ask, load, toy_config, write_tiny
+from conftest import TOY, ask, load, refuses, toy_config, write_tiny
 from test_data import edit, write
 from test_eval import sets
 from test_rollout import prompts, spec
@@ -100,8 +100,7 @@ def test_a_question_may_be_messages_or_messages_as_json(tmp_path):
 def test_answers_are_asked_for_where_the_reward_reads_them(tmp_path, capsys):
     rows = [{"question": "q"}, {"question": "r", "answer": "1"}, {"question": "s", "answer": {"x": 1}}]
     path = str(write(tmp_path / "own.jsonl", *rows[:2]))
-    with pytest.raises(ConfigError, match=r"own.jsonl:1: there is no column 'answer'.*; without answers give weight"):
-        data.load_problems(path)
+    refuses(r"own.jsonl:1: there is no column 'answer'.*; without answers give weight", data.load_problems, path)
     problems = data.load_problems(path, answers=False)
     assert [p.answer for p in problems] == ["", "1"]
     assert not all_have_answers(problems, "own") and not all_have_answers(problems[:1], "own")
@@ -162,8 +161,7 @@ def test_template_arguments_reach_the_template_as_in_transformers_and_one_that_c
             assert text.endswith("</think>\n\n") == (arguments == {"enable_thinking": False})
     template.write_bytes(b"\xff\xfe")
     for path in (template, tmp_path / "none.jinja"):
-        with pytest.raises(ConfigError, match=f"the chat template {path} cannot be read: "):
-            data.Tokenizer(TOY, asking(chat_template=str(path)))
+        refuses(f"the chat template {path} cannot be read: ", data.Tokenizer, TOY, asking(chat_template=str(path)))
 
 
 @pytest.mark.slow

@@ -218,8 +218,7 @@ OBJECTIVES = {
              ["advantage.kind=decoupled", "reward={overlong: 0.5, overlong_tokens: 8}"]),
     "grpo-truncated": ({"loss_type": "grpo", **CUT}, ["prune.truncated=true"]),
     "dapo-truncated": ({"loss_type": "dapo", **CUT}, ["loss.normalize=token", "prune.truncated=true"]),
-    "engine-ratio": ({"loss_type": "grpo", **TOKEN_RATIO}, ["loss.tis_cap=2"]),
-}
+    "engine-ratio": ({"loss_type": "grpo", **TOKEN_RATIO}, ["loss.tis_cap=2"])}
 
 
 def config_of(step: Step, out: Path, changes: list[str]) -> Config:

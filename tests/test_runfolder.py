@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from weakref import WeakSet
 
 import pytest
-from conftest import toy_config
+from conftest import refuses, toy_config
 from tqdm import tqdm
 
 import config
@@ -49,8 +49,7 @@ def held(folder) -> Iterator[int]:
 
 def test_a_lock_names_its_holder_and_ends_with_it_though_its_workers_live(tmp_path):
     with held(tmp_path) as pid:
-        with pytest.raises(ConfigError, match=f"{tmp_path} is in use by process {pid} on .*; wait"):
-            runfolder.RunLog(tmp_path).lock()
+        refuses(f"{tmp_path} is in use by process {pid} on .*; wait", runfolder.RunLog(tmp_path).lock)
         os.kill(pid, 9)
         os.waitpid(pid, 0)
         first, again = runfolder.RunLog(tmp_path), runfolder.RunLog(tmp_path)
@@ -131,8 +130,7 @@ def test_a_file_system_that_cannot_lock_is_named(number, tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     said = f"lies where files cannot be locked .{os.strerror(number)}.; set `out` to another file system"
-    with pytest.raises(ConfigError, match=said):
-        runfolder.RunLog(tmp_path).lock()
+    refuses(said, runfolder.RunLog(tmp_path).lock)
 
 
 def test_a_setting_that_only_one_of_two_configs_has_is_absent_in_the_other(monkeypatch):

@@ -10,14 +10,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import ROOT, toy_config, weights
+from conftest import ROOT, refuses, toy_config, weights
 from test_invariance import on_ranks
 from test_train import RESUMED, SHORT, without_times
 
 import config
 import rollout
 import train
-from config import ConfigError
 from infra import checks, dist, runfolder, stopping
 from infra.stopping import Stopped
 
@@ -149,8 +148,7 @@ def test_a_run_keeps_others_out_and_a_signal_ends_it_behind_its_step(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", PAUSING, "--config", str(tmp_path / "cut.yaml")], cwd=ROOT,
                                stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1]), process.stderr.read()
-    with pytest.raises(ConfigError, match=f"is in use by process {process.pid} on"):
-        train.train(cut, resume="always")
+    refuses(f"is in use by process {process.pid} on", train.train, cut, resume="always")
     assert runfolder.state_of(tmp_path / "cut") == {"state": "running"}
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGCONT)

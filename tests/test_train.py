@@ -14,7 +14,7 @@ from time import sleep
 
 import pytest
 import torch
-from conftest import PUBLISHED, ROOT, TOY, load, others_slow, steps_of, toy_config, weights, write_tiny
+from conftest import PUBLISHED, ROOT, TOY, load, others_slow, refuses, steps_of, toy_config, weights, write_tiny
 from test_invariance import change
 
 import config
@@ -69,8 +69,7 @@ RESUMED = {
     "tppo": ["critic.pretrain_steps=3", "windows.tokens=12", "update.minibatches=2", "critic.epochs=2",
              "optim.warmup_steps=3"],
     "apo": ["data.limit=8", "update.minibatches=2"],
-    "lora": ["model.lora.rank=2", "optim.lr=1e-3", "loss.kl=0.1", "update.epochs=2", "rollout.prompts_per_step=2"],
-}
+    "lora": ["model.lora.rank=2", "optim.lr=1e-3", "loss.kl=0.1", "update.epochs=2", "rollout.prompts_per_step=2"]}
 
 
 @pytest.mark.parametrize("name", others_slow(RESUMED, "cppo"))
@@ -194,8 +193,7 @@ def test_an_exported_policy_is_the_policy_that_was_trained(finished):
 GSM8K = [
     {"question": f"Tom’s {n} hens lay {n} eggs each on Monday — and ½ as many on Tuesday. How many eggs in all?",
      "answer": f"On Monday {n} * {n} = <<{n}*{n}={n * n}>>{n * n}, so {n * n * 3 // 2:,}.\n#### {n * n * 3 // 2:,}"}
-    for n in (4, 6, 8, 40)
-]
+    for n in (4, 6, 8, 40)]
 
 
 SMALLER = {"vapo_math.yaml": ["critic.pretrain_steps=1"], "dapo_math.yaml": ["reward.overlong_tokens=8"],
@@ -252,8 +250,7 @@ BROKEN = {
     "not a run folder": (["out={folder}"], "exists and is not a run folder; set `out` to a new folder"),
     "no weights": (["model.path={empty}", "out={new}"], "{empty} has no model.safetensors.index.json or"),
     "kernel without CUDA": (["model.attention=varlen", "out={new}"], "model.attention=varlen cannot run on cpu"),
-    "no CUDA": (["device=cuda", "out={new}"], "device=cuda: this machine shows no CUDA"),
-}
+    "no CUDA": (["device=cuda", "out={new}"], "device=cuda: this machine shows no CUDA")}
 
 
 @pytest.mark.parametrize("case", BROKEN)
@@ -278,8 +275,7 @@ def test_a_resume_without_a_run_or_a_checkpoint_is_refused_and_auto_begins_again
     with pytest.raises(ConfigError, match="config.yaml not found, so there is no run to resume"):
         train.train(replace(cfg, out=str(tmp_path / "nowhere")), resume="always")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    with pytest.raises(ConfigError, match="no whole checkpoint, so no step of this run is left"):
-        train.train(cfg, resume="always")
+    refuses("no whole checkpoint, so no step of this run is left", train.train, cfg, resume="always")
     before = without_times(tmp_path / "run")
     (tmp_path / "run" / "eval_000009.jsonl").touch()
     train.train(cfg, resume="auto")  # begins again

@@ -36,8 +36,7 @@ MODELS = {
     "glm4": {"model_type": "glm4", "architectures": ["Glm4ForCausalLM"]},
     "mistral": {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 32},
     "smollm3": {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0],
-                "pad_token_id": 0},
-}
+                "pad_token_id": 0}}
 SIZE = {"std": 0.15, "hidden_size": 128, "head_dim": 32}  # vLLM's CPU attention has no narrower heads
 MAX_LEN = 256
 # On CUDA so much that it shows in the device's free memory; on the CPU what the engine counts by itself.

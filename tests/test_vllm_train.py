@@ -161,8 +161,7 @@ def test_an_engine_gives_the_same_samples_whether_it_sleeps_or_not(sleep, whole,
     pytest.param("1 / 0", 1, ["vLLM failed while sampling: division by zero", "--resume auto goes on from"],
                  id="failed", marks=pytest.mark.slow),
     pytest.param("signal.raise_signal(signal.SIGTERM)", 130,
-                 ["stopping: samples under way are dropped", "interrupted; --resume"], id="stopped"),
-])
+                 ["stopping: samples under way are dropped", "interrupted; --resume"], id="stopped")])
 def test_an_engine_that_fails_or_is_stopped_in_the_middle_of_a_step_leaves_a_run_to_resume(
         how, status, says, whole, tmp_path):
     done = run(*after(f"""

@@ -16,7 +16,7 @@ policy gradient, and there a baseline's error does not cancel.) DUET (arXiv:2605
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from collect import Sampler
 from config import Config, ConfigError
@@ -95,11 +95,7 @@ class AbortSampler:
         return noted(replace(rewards, components=components), column(groups, "weight"))
 
 
-def wrap(
-    cfg: Config,
-    history: PromptHistory,
-    sampler: Sampler,
-) -> tuple[PromptHistory, Sampler | AbortSampler]:
+def wrap(cfg: Config, history: PromptHistory, sampler: Sampler) -> tuple[PromptHistory, Any]:
     """Replace history and sampler if prune.completions.kind=abort."""
     if cfg.prune.completions.kind != "abort":
         return history, sampler

@@ -12,7 +12,7 @@ The rules are the papers' ideas in their simplest form, and not their code.
 
 import math
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from collect import Sampler
 from config import Config
@@ -60,18 +60,11 @@ class BiasedSampler(AbortSampler):
                 prob = go_on_prob(self.settings, rate.mean, len(draw.prompt.ids), list(opening[i].logp))
                 goes_on[i] = prob >= self.settings.cut
         failed = float(self.settings.aborted == "failed")
-        decided = []
-        for sample, on in zip(opening, goes_on, strict=True):
-            pending = not on and not failed
-            decided.append(drawn(sample, pending=pending, weight=1.0 if on else failed, aborted=not on))
-        return decided
+        return [drawn(sample, pending=not on and not failed, weight=1.0 if on else failed, aborted=not on)
+                for sample, on in zip(opening, goes_on, strict=True)]
 
 
-def wrap(
-    cfg: Config,
-    history: PromptHistory,
-    sampler: Sampler,
-) -> tuple[PromptHistory, Sampler | BiasedSampler]:
+def wrap(cfg: Config, history: PromptHistory, sampler: Sampler) -> tuple[PromptHistory, Any]:
     """Replace history and sampler if prune.completions.kind=biased_abort."""
     if cfg.prune.completions.kind != "biased_abort":
         return history, sampler

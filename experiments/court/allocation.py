@@ -18,7 +18,7 @@ without this completion. n_q is known before the step: with loss.normalize=sum e
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -119,10 +119,9 @@ class CopySampler:
     sampler: Sampler
 
     def rollout(self, draws: list[PromptDraw]) -> list[Group]:
-        requests = []
-        for draw in draws:
-            seed = sample_seed(self.sampler.seed, draw.epoch, draw.prompt.id, draw.copy)
-            requests.append(Request(draw.prompt, seed, self.sampler.sampling.max_new_tokens))
+        limit = self.sampler.sampling.max_new_tokens
+        seeds = [sample_seed(self.sampler.seed, draw.epoch, draw.prompt.id, draw.copy) for draw in draws]
+        requests = [Request(draw.prompt, seed, limit) for draw, seed in zip(draws, seeds, strict=True)]
         samples = self.sampler.complete(requests)
         return [Group(draw.prompt, (sample,)) for draw, sample in zip(draws, samples, strict=True)]
 
@@ -143,11 +142,7 @@ def leave_one_copy_out(reward_N: Tensor, prompt_N: Tensor) -> Tensor:
     return torch.where(others_N == 0, 0 * reward_N, reward_N - mean_N)
 
 
-def wrap(
-    cfg: Config,
-    history: PromptHistory,
-    sampler: Sampler,
-) -> tuple[PromptHistory, Sampler | CopySampler]:
+def wrap(cfg: Config, history: PromptHistory, sampler: Sampler) -> tuple[PromptHistory, Any]:
     """Replace history and sampler if advantage.kind=allocated."""
     if cfg.advantage.kind != "allocated":
         return history, sampler

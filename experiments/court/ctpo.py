@@ -7,7 +7,6 @@ stays uncorrected. The surrogate is PPO's with R in place of r and a dual clip a
 gradient flows through r_t alone, and the bounds' defaults are those of the authors' code.
 """
 
-
 import torch
 from torch import Tensor
 

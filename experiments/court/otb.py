@@ -57,13 +57,8 @@ def wrap(cfg: Config, history: PromptHistory, sampler: Sampler) -> tuple[PromptH
     return history, sampler
 
 
-def weigh(
-    rows: Sequence[Row],
-    logp: Sequence[Tensor],
-    entropy: Sequence[None],
-    loss: Loss,
-    own: bool = False,
-) -> list[Tensor]:
+def weigh(rows: Sequence[Row], logp: Sequence[Tensor], entropy: Sequence[None], loss: Loss,
+          own: bool = False) -> list[Tensor]:
     """Compute each token's factor, [C] of each row: its reward less its baseline, over the completion's
     advantage, which the loss multiplies by it."""
     return [factors(row, own) for row in rows]

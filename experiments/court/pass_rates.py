@@ -4,13 +4,14 @@ Rewards lie in [0, 1]. A rate is of past steps alone, so a decision by it is ind
 it is about.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 
 from torch import Tensor
 
 from config import Config, ConfigError
 from history import PromptHistory
 from records import Rewards, Rolled
+from settings.loader import flatten
 
 PLAIN = {
     "prune.prompts.kind": "none",
@@ -62,10 +63,7 @@ class PassRates(PromptHistory):
             self.rates[prompt_id] = Rate(right, count, tokens, old.all_right + right, old.all_count + count)
 
     def state(self) -> dict:
-        rates = {}
-        for prompt_id, rate in self.rates.items():
-            rates[prompt_id] = [rate.right, rate.count, rate.tokens, rate.all_right, rate.all_count]
-        return super().state() | {"rates": rates}
+        return super().state() | {"rates": {name: [*astuple(rate)] for name, rate in self.rates.items()}}
 
     def restore(self, state: dict) -> None:
         super().restore(state)
@@ -85,10 +83,9 @@ def noted(rewards: Rewards, note_NG: Tensor) -> NotedRewards:
 
 def require_plain(cfg: Config) -> None:
     """Raise ConfigError for a setting that a sampler of this folder does not go with."""
+    settings = flatten(cfg)
     for key, wanted in PLAIN.items():
-        value = cfg
-        for part in key.split("."):
-            value = getattr(value, part, None)  # of a leaf that is not chosen
+        value = settings.get(key)  # None: of a leaf that is not chosen
         if value != wanted:
             needed = "null" if wanted is None else wanted
             raise ConfigError(f"{key}={value} must be {needed} with this method")

@@ -5,7 +5,6 @@ gradient is the policy gradient. Beside r A, that of no clip, it fades on both s
 with s the sigmoid, the faster the larger tau is, and is nowhere 0.
 """
 
-
 import torch
 from torch import Tensor
 

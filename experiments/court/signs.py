@@ -4,7 +4,6 @@ The reward is +1 for a right completion and -1 for a wrong one. PSR takes the ri
 the wrong ones alone (right=0), and W-REINFORCE both, the right ones at a tenth (right=0.1, the default).
 """
 
-
 import torch
 from torch import Tensor
 

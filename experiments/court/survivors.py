@@ -39,9 +39,10 @@ def column(groups: list[Group], name: str) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def leave_one_out_weighted(reward_NG: Tensor, weight_NG: Tensor) -> Tensor:
+def survivors_advantage(rewards: NotedRewards, settings: Survivors) -> Tensor:
     """Subtract the weighted mean of the others, [N, G]; if no other has a weight above 0, that mean is 0."""
-    weight_NG = weight_NG * ~reward_NG.isnan()
+    reward_NG = rewards.total_NG
+    weight_NG = rewards.note_NG * ~reward_NG.isnan()
     worth_NG = weight_NG * reward_NG.nan_to_num()
     others_NG = weight_NG.sum(dim=1, keepdim=True) - weight_NG
     sum_NG = worth_NG.sum(dim=1, keepdim=True) - worth_NG
@@ -64,10 +65,6 @@ def require(cfg: Config) -> None:
     mark, most = cfg.prune.completions.mark, cfg.rollout.max_new_tokens
     if mark >= most:
         raise ConfigError(f"prune.completions.mark={mark} must be below rollout.max_new_tokens={most}")
-
-
-def survivors_advantage(rewards: NotedRewards, settings: Survivors) -> Tensor:
-    return leave_one_out_weighted(rewards.total_NG, rewards.note_NG)
 
 
 ADVANTAGES = {Survivors: survivors_advantage}

@@ -12,7 +12,6 @@ selection, and a prompt outside the band may never come back. The release accept
 Dimension key:  K prompts of the data,  M of them in one step,  D features,  H hidden.
 """
 
-import sys
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits as cross_entrop
 
 from history import PromptHistory
 from infra import dist
+from infra.terminal import to_stderr
 from infra.weights import EMBEDDING, read_shape, read_weights
 from records import Prompt, PromptDraw, Rolled
 
@@ -100,11 +100,11 @@ class FilteredHistory(PromptHistory):
         """
         self.outside = 0
         draws = super().draw(count)
-        if self.outside >= self.per_epoch and dist.rank() == 0:
-            print(
+        if self.outside >= self.per_epoch and dist.is_first():
+            to_stderr(
                 f"step {self.steps + 1}: the estimates of {self.outside} prompts in a row lie outside "
                 f"prune.prompts.low={self.pruning.low} to high={self.pruning.high}; others are taken as they "
-                "come", file=sys.stderr)
+                "come")
         return draws
 
     def rollout_prob(self, numbers: list[int]) -> Tensor:

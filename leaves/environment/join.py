@@ -11,6 +11,7 @@ without it. The policy's own tokens are never made again from text (README.md).
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from itertools import chain, pairwise
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -104,10 +105,7 @@ class Dialogue(Sample):
         """Append a new piece, with replies in it or without, to this unfinished completion."""
         length = len(self.ids)
         return replace(
-            self,
-            ids=self.ids + piece.ids,
-            logp=self.logp + piece.logp,
-            finished=piece.finished,
+            Sample.joined(self, piece),
             replies=self.replies + tuple((length + start, length + to) for start, to in piece.replies),
             calls=self.calls + piece.calls,
             failures=self.failures + piece.failures,
@@ -115,9 +113,8 @@ class Dialogue(Sample):
         )
 
     def first(self, count: int) -> "Dialogue":
-        end = int(self.scored[count - 1]) + 1
-        replies = tuple(reply for reply in self.replies if reply[1] < end)
-        return replace(self, ids=self.ids[:end], logp=self.logp[:end], replies=replies)
+        first = Sample.first(self, count)
+        return replace(first, replies=tuple(reply for reply in self.replies if reply[1] < first.length))
 
 
 def join(so_far: Dialogue | None, piece: Dialogue) -> Dialogue:
@@ -128,15 +125,14 @@ def join(so_far: Dialogue | None, piece: Dialogue) -> Dialogue:
 def environment_metrics(rolled: Rolled, batch: Batch) -> Metrics:
     """Compute means over completions that have ended; nothing if none has."""
     samples = [s for group in rolled.groups for s in group.samples if not s.pending]
-    count = len(samples)
     if not samples:
         return {}
     return {
-        "environment/turns": 1 + sum(len(s.replies) for s in samples) / count,
-        "environment/calls": sum(s.calls for s in samples) / count,
-        "environment/failures": sum(s.failures for s in samples) / count,
-        "environment/tokens": sum(s.length - s.own for s in samples) / count,
-        "environment/cut": sum(s.cut for s in samples) / count,
+        "environment/turns": 1 + fmean(len(s.replies) for s in samples),
+        "environment/calls": fmean(s.calls for s in samples),
+        "environment/failures": fmean(s.failures for s in samples),
+        "environment/tokens": fmean(s.length - s.own for s in samples),
+        "environment/cut": fmean(s.cut for s in samples),
     }
 
 
@@ -155,14 +151,9 @@ class EnvironmentEngine:
     def __getattr__(self, name: str) -> Any:  # all but `generate` is the engine's
         return getattr(self.engine, name)
 
-    def generate(
-        self,
-        requests: list[Request],
-        temperature: float,
-        top_p: float = 1.0,
-        progress: str | None = None,
-    ) -> list[Dialogue]:
-        """Sample the new tokens of each request, in order, turn by turn, with the replies between turns.
+    def generate(self, requests: list[Request], *given: Any, **named: Any) -> list[Dialogue]:
+        """Sample the new tokens of each request, in order, turn by turn, with the replies between turns. The
+        engine gets all other arguments as they are.
 
         A request's limit counts the policy's tokens. A completion is `finished` if the environment does not
         reply to its last turn, and `cut` if the reply would go beyond environment.turns or max_context.
@@ -171,7 +162,7 @@ class EnvironmentEngine:
         going_on = list(range(len(requests)))
         while dist.max_over_ranks(len(going_on)) if self.lock_step else going_on:
             asked = [self.continued(requests[i], pieces[i]) for i in going_on]
-            sampled = self.engine.generate(asked, temperature, top_p, progress)
+            sampled = self.engine.generate(asked, *given, **named)
             for i, s in zip(going_on, sampled, strict=True):
                 pieces[i] = join(pieces[i], Dialogue(s.ids, s.logp, s.finished))
             calls = [self.ask(requests[i], pieces[i]) for i in going_on]  # the workers take them in parallel
@@ -182,17 +173,16 @@ class EnvironmentEngine:
 
     def continued(self, request: Request, piece: Dialogue | None) -> Request:
         """Ask for the next turn, behind all that there is."""
-        if piece is None:
-            return replace(request, limit=min(request.limit, self.room(request, request.so_far)))
-        whole = join(request.so_far, piece)
-        seed = dist.seed_for(request.seed, len(piece.replies), "turn")
-        limit = min(request.limit - piece.own, self.room(request, whole))
-        return replace(request, seed=seed, limit=limit, so_far=whole)
+        limit = request.limit
+        if piece:
+            limit -= piece.own
+            seed = dist.seed_for(request.seed, len(piece.replies), "turn")
+            request = replace(request, seed=seed, so_far=join(request.so_far, piece))
+        return replace(request, limit=min(limit, self.room(request)))
 
-    def room(self, request: Request, so_far: Dialogue | None) -> int:
+    def room(self, request: Request) -> int:
         """Count the tokens that still fit into environment.max_context."""
-        length = so_far.length if so_far else 0
-        return self.file.settings.max_context - len(request.prompt.ids) - length
+        return self.file.settings.max_context - len(request.tokens_before)
 
     def ask(self, request: Request, piece: Dialogue) -> Future | None:
         """Ask for the reply to a turn; None if it has not ended, or has ended the completion.
@@ -207,7 +197,7 @@ class EnvironmentEngine:
     def answered(self, request: Request, piece: Dialogue, call: Future | None) -> Dialogue:
         """Append the reply to a turn if it fits, and count its calls."""
         whole = join(request.so_far, piece)
-        room = self.room(request, whole)
+        room = self.room(replace(request, so_far=whole))
         if call is None:
             return replace(piece, cut=not piece.finished and not room)
         reply = self.file.wait(call, request.prompt.id)

@@ -269,8 +269,7 @@ FORMS = {
         f'{CALL[:-1]}, "parameters": {{}}}}', '<tool_call>{"name": "add", "arguments": ' + 10**5 * '{"a":'],
     "": ["#### 5", '{"answer": 5}', '{"tool": "saw", "arguments": {}}', '{"name": "Ada", "age": 36}', '{"type": "line", "parameters": {"slope": 2}}',
          f"<think>{TAGGED}</think>#### 5", f"[THINK]{CALL}[/THINK]5", "<think>so", "#include <functional>", "[1, 2]",
-         "<tool_response>5</tool_response>"],
-}
+         "<tool_response>5</tool_response>"]}
 
 
 @pytest.mark.parametrize(("turn", "results"), [(turn, results) for results, turns in FORMS.items() for turn in turns],
@@ -472,8 +471,7 @@ VARIANTS = {
     "votes": ["labels.kind=votes", "labels.most=12"],
     "dapo": ["rollout.until=informative", "rollout.max_rounds=2", "prune.completions.kind=none",
              "loss.denominator=all"],
-    "critic": ["advantage.kind=gae", "critic.lr=1e-3", "prune.completions.kind=none", "loss.denominator=all"],
-}
+    "critic": ["advantage.kind=gae", "critic.lr=1e-3", "prune.completions.kind=none", "loss.denominator=all"]}
 
 
 @pytest.mark.slow
@@ -487,8 +485,7 @@ def test_a_run_is_the_same_on_two_ranks_and_resumes_as_itself(name, tmp_path, ca
     assert any(line.get("environment/calls", 0) > 0.2 for line in lines)
     assert all(line["mismatch/logp_abs_mean"] < 1e-9 for line in lines if "mismatch/logp_abs_mean" in line)
     for other in on_ranks(2, tmp_path, trained_unchecked, replace(cfg, out=str(tmp_path / "two"))):
-        for key, p in alone.items():
-            torch.testing.assert_close(other[key], p, rtol=0, atol=1e-9)
+        torch.testing.assert_close(other, alone, rtol=0, atol=1e-9)
     assert step_metrics(tmp_path / "two") == pytest.approx(step_metrics(tmp_path / "one"), rel=1e-8, abs=1e-11)
     trained_unchecked(replace(cfg, out=str(tmp_path / "cut"), steps=cfg.steps - 1))
     resumed = weights(train.train(replace(cfg, out=str(tmp_path / "cut")), resume="always"))

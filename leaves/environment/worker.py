@@ -49,7 +49,6 @@ def run_silently(source: Source, work: Callable, row: dict) -> object:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)
-    os.close(nowhere)
     return run_guarded(source, row, work)
 
 

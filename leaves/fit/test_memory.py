@@ -49,8 +49,7 @@ def test_a_pass_is_counted_by_hand():
     ("grpo_toy", [], 1, (12, 0)), ("grpo_toy", [], 4, (3, 0)), ("grpo_toy", ["loss.kl=0.1"], 1, (16, 0)),
     ("ppo_gsm8k", [], 1, (24, 0)), ("apo_gsm8k", ["advantage.residual=1e-3"], 2, (8, 0)),
     ("grpo_toy", ["optim.offload=true", "device=cuda"], 1, (0, 0)),
-    ("grpo_toy", ["model.lora.rank=3", "loss.kl=0.1"], 2, (1, 6)), ("ppo_gsm8k", ["model.lora.rank=3"], 1, (4, 24)),
-])
+    ("grpo_toy", ["model.lora.rank=3", "loss.kl=0.1"], 2, (1, 6)), ("ppo_gsm8k", ["model.lora.rank=3"], 1, (4, 24))])
 def test_weights_and_moments_are_counted_once_for_each_model_and_spread_over_the_ranks(name, settings, ranks, expected):
     """Frozen ones under an adapter in halves, without a reference."""
     cfg = load(name, "device=cpu", "model.dtype=bfloat16", "pack.capacity=4096", "rollout.engine=torch", *settings)
@@ -97,8 +96,7 @@ def test_fewer_slots_are_said_with_the_memory_that_is_short():
     ("cppo_math", ["rollout.tensor_parallel=1"], "7B", 79, 8, "always"), ("cppo_math_lora", [], "7B", 79, 8, "never"),
     ("dapo_math", [], "32B", 79, 16, "always"), ("cppo_gsm8k", ["rollout.engine=torch"], "1.5B", 79, 8, "always"),
     ("cppo_gsm8k", ["rollout.engine=vllm", "rollout.sleep=never"], "1.5B", 24, 8, "never"),
-    ("cppo_gsm8k", ["rollout.engine=vllm", "rollout.sleep=always"], "1.5B", 79, 8, "always"),
-])
+    ("cppo_gsm8k", ["rollout.engine=vllm", "rollout.sleep=always"], "1.5B", 79, 8, "always")])
 def test_an_engine_sleeps_only_where_memory_asks_for_it_or_as_it_is_named(name, settings, size, gib, ranks, sleep):
     here = decided(load(name, *settings), size, gib, ranks)
     assert here.cfg.rollout.sleep == sleep

@@ -16,7 +16,6 @@ as all weights are without adapters: in float32, with moments, spread over the r
 Dimension key:  T tokens of a row,  I inputs and O outputs of a layer,  R rank.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from infra import dist
 from infra.checkpoint import load_policy_into, read_extra, require_same_inputs
 from infra.export import replace_folder
+from infra.lines import write_json
 from infra.weights import compare_shapes, load_weights, read_tensors, require_own_files
 from leaves.lora.settings import Lora
 from model import Decoder, empty_model, hf_name
@@ -49,9 +49,8 @@ class Adapted(nn.Linear):
     """A frozen linear layer with an adapter beside it. Its own weight and bias keep their names."""
 
     def __init__(self, linear: nn.Linear, settings: Lora, wide: torch.dtype):
-        bias = linear.bias is not None
-        super().__init__(
-            linear.in_features, linear.out_features, bias, device="meta", dtype=linear.weight.dtype)
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta",
+                         dtype=linear.weight.dtype)
         self.requires_grad_(False)
         self.scale = settings.alpha / settings.rank
         self.adapter = "lora"  # which `forward` adds; "initial", if there is one, for the initial policy
@@ -222,7 +221,7 @@ def export_adapter(model: Decoder, settings: Lora, base: str, folder: Path) -> N
     tensors = {}
     for name, factor in named_factors(model):
         tensor = dist.gather_full(factor.detach())
-        if dist.rank() == 0:
+        if dist.is_first():
             tensors[name] = tensor.to("cpu", copy=True).contiguous()
     if not tensors:
         return
@@ -236,6 +235,6 @@ def export_adapter(model: Decoder, settings: Lora, base: str, folder: Path) -> N
         "base_model_name_or_path": str(path.resolve()) if path.is_dir() else base,
     }
     with replace_folder(folder) as fresh:
-        (fresh / CONFIG).write_text(json.dumps(said, indent=1) + "\n")
+        write_json(fresh / CONFIG, said)
         # Not save_file, which lets only the owner read it.
         (fresh / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))

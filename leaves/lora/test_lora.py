@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 import transformers
-from conftest import TOY, attend_alone, load, make_groups, nudge, toy_config, weights
+from conftest import TOY, attend_alone, load, make_groups, nudge, refuses, toy_config, weights
 from safetensors.torch import load_file, save_file
 from test_families import write_case
 from test_objectives import learner_on
@@ -221,10 +221,8 @@ def test_an_adapter_goes_on_on_its_own_base_and_from_its_own_first_one_alone(tin
     tensors = load_file(base / "model.safetensors")
     save_file(tensors | {"model.norm.weight": 2 * tensors["model.norm.weight"]}, base / "model.safetensors")
     said = rf"{step} was trained with weights of sha256 \w{{16}} at model.path .weights., where there are now"
-    with pytest.raises(ConfigError, match=said):
-        train.train(short(run, base, "steps=3", *settings), resume="always")
-    with pytest.raises(ConfigError, match=said):
-        weights_of(step).policy(step, base, torch.float32)
+    refuses(said, train.train, short(run, base, "steps=3", *settings), resume="always")
+    refuses(said, weights_of(step).policy, step, base, torch.float32)
 
 
 @pytest.mark.slow
@@ -237,12 +235,10 @@ def test_an_adapter_goes_on_on_its_own_base_and_from_its_own_first_one_alone(tin
     ({"rank_pattern": {"q_proj": 2}}, [], "its rank_pattern={'q_proj': 2} must be {}"),
     ({"target_modules": ALL[:4]}, [],
      r"does not fit model.path, with every linear layer of its blocks, at 12 tensors, e.g. .*down_proj.lora_A.weight: "
-     r"nothing there and \(3, 48\) here; take the base that it was trained on, or merge it into that"),
-])
+     r"nothing there and \(3, 48\) here; take the base that it was trained on, or merge it into that")])
 def test_an_adapter_that_is_not_what_the_settings_say_is_refused(written, asked, message, tiny, tmp_path):
     written_by_peft(tiny, tmp_path / "adapter", **written)
-    with pytest.raises(ConfigError, match=message):
-        learner_on(tiny, gone_on_from(tiny, tmp_path / "adapter", *asked))
+    refuses(message, learner_on, tiny, gone_on_from(tiny, tmp_path / "adapter", *asked))
 
 
 def test_a_rank_above_the_smaller_side_of_a_layer_is_refused_before_there_is_memory_for_it(tiny):
@@ -259,8 +255,7 @@ MODEL, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
     (SETTINGS, lambda old: old.replace(b'"init_lora_weights": false', b'"init_lora_weights": "pissa"'),
      "its init_lora_weights='pissa' must be True, as nothing else is computed here; merge that adapter"),
     (MODEL, None, f"a folder with {SETTINGS} and {MODEL}; it has no {MODEL}"),
-    (SETTINGS, None, f"a folder with {SETTINGS} and {MODEL}; it has no {SETTINGS}"),
-])
+    (SETTINGS, None, f"a folder with {SETTINGS} and {MODEL}; it has no {SETTINGS}")])
 def test_an_adapter_with_a_damaged_or_missing_file_is_refused(name, change, message, tiny, tmp_path, monkeypatch):
     written_by_peft(tiny, tmp_path / "adapter")
     file = tmp_path / "adapter" / name
@@ -269,5 +264,4 @@ def test_an_adapter_with_a_damaged_or_missing_file_is_refused(name, change, mess
     else:
         file.unlink()
         monkeypatch.setattr(lora, "load_weights", None)  # said before the base is read
-    with pytest.raises(ConfigError, match=message):
-        learner_on(tiny, gone_on_from(tiny, tmp_path / "adapter"))
+    refuses(message, learner_on, tiny, gone_on_from(tiny, tmp_path / "adapter"))

@@ -26,9 +26,9 @@ class RewardFile(UserFile):
 
     @staticmethod
     def of(cfg: Reward) -> "RewardFile":
-        source, functions = read_file(cfg.custom_file, "reward.custom_file"), tuple(cfg.functions.values())
+        source = read_file(cfg.custom_file, "reward.custom_file")
         return RewardFile("reward.custom_file", source, cfg.custom_seconds, cfg.custom_gib,
-                          cfg.custom_workers or MOST, functions=functions)
+                          cfg.custom_workers or MOST, tuple(cfg.functions.values()))
 
 
 @frozen

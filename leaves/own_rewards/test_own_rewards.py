@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TOY, as_rewards, steps_of, toy_config
+from conftest import TOY, as_rewards, refuses, steps_of, toy_config
 
 import config
 import eval as evaluation
@@ -104,8 +104,7 @@ def test_helpers_beside_a_file_may_have_the_names_of_our_modules_and_of_another_
 def test_a_mistake_in_a_helper_is_named_there(tmp_path):
     file_of(tmp_path, "def check(text):\n    x = 1\n\n    raise ValueError('bad row')", "helper37.py")
     path = file_of(tmp_path, "from helper37 import check\ndef reward(text):\n    return check(text)", "any.txt")
-    with pytest.raises(ConfigError, match=f"{path}: it raises ValueError in line 4 of helper37.py: bad row .row q.$"):
-        parts(own(path), "a")
+    refuses(f"{path}: it raises ValueError in line 4 of helper37.py: bad row .row q.$", parts, own(path), "a")
 
 
 def test_a_problem_without_an_answer_has_no_accuracy(tmp_path):
@@ -122,8 +121,7 @@ def test_a_problem_without_an_answer_has_no_accuracy(tmp_path):
     ("{}", "reward.custom={} must be 1 or {name: weight} to call functions of reward.custom_file="),
     ("{a: 1}\nreward.custom_seconds=0", "reward.custom_seconds=0 must be above 0"),
     ("{a: 1}\nreward.custom_file=null\nreward.custom_gib=3", "={'a': 1.0} must be left out, or null, unless "),
-    ("null\nreward.custom_file=null\nreward.custom_workers=3", "custom_workers=3 must be left out, or null, unless "),
-])
+    ("null\nreward.custom_file=null\nreward.custom_workers=3", "custom_workers=3 must be left out, or null, unless ")])
 def test_wrong_settings_are_named(custom, message, tmp_path):
     path = file_of(tmp_path, "")
     with pytest.raises(ConfigError, match=re.escape(message).replace(r"\.\*", ".*")):
@@ -154,8 +152,7 @@ def test_a_step_of_which_every_process_dies_is_an_error(tmp_path):
     """On the two rows before the run it lives."""
     path = file_of(tmp_path, "import os\ndef reward(text, tokens):\n    return 0 if tokens == 1 else os._exit(0)")
     cfg = small(tmp_path, path, "rollout.temperature=0.1", "data.limit=2")
-    with pytest.raises(ConfigError, match=f"reward.custom_file={path}: the process of each of 4 completions died or"):
-        train.train(cfg)
+    refuses(f"reward.custom_file={path}: the process of each of 4 completions died or", train.train, cfg)
 
 
 def test_a_step_that_some_process_outlives_is_none_and_one_reward_is_enough():
@@ -179,9 +176,8 @@ def test_a_resume_asks_for_the_file_that_the_run_began_with(tmp_path):
     assert copy.read_text() == Path(path).read_text()
     cfg = config.replace(cfg, steps=2)
     file_of(tmp_path, "def reward(text):\n    return 1")
-    with pytest.raises(ConfigError, match="the file of reward.custom_file has changed since .* restore it from "
-                                          f"{copy}, write .*, or start a new run with --set out="):
-        train.train(cfg, resume="always")
+    refuses("the file of reward.custom_file has changed since .* restore it from "
+            f"{copy}, write .*, or start a new run with --set out=", train.train, cfg, resume="always")
     file_of(tmp_path, copy.read_text(), "moved.py")  # the same file at another place is the same
     Path(path).unlink()
     train.train(small(tmp_path, str(tmp_path / "moved.py"), "checkpoint.every=1"), resume="always")
@@ -249,8 +245,7 @@ def test_check_and_a_run_say_what_is_wrong_with_a_file_before_a_model_is_loaded(
     monkeypatch.setattr(train, "load_models", None)
     path = file_of(tmp_path, "def score(text):\n    return 1")
     for run in (train.load_task, lambda cfg: train.train(cfg)):
-        with pytest.raises(ConfigError, match=r"it has no function 'reward' \(reward.custom\); it has score"):
-            run(small(tmp_path, path))
+        refuses(r"it has no function 'reward' \(reward.custom\); it has score", run, small(tmp_path, path))
 
 
 def test_a_child_of_a_function_does_not_answer_for_it(tmp_path):
@@ -286,8 +281,7 @@ HOSTILE = {
                       "    return len(text) % 2", None),
     "star": ("def reward(*given):\n    return 1", r"reward\(\*given\) must take what it asks for by name"),
     "syntax": ("def reward(text:\n    return 1", "it raises SyntaxError"),
-    "import": ("import nowhere_to_be_found", "it raises ModuleNotFoundError in line 1: No module named 'nowhere"),
-}
+    "import": ("import nowhere_to_be_found", "it raises ModuleNotFoundError in line 1: No module named 'nowhere")}
 
 
 @pytest.mark.parametrize("case", HOSTILE)
@@ -298,8 +292,7 @@ def test_hostile_files_end_in_one_line_or_do_no_harm(case, tmp_path, capfd):
     cfg = small(tmp_path, path, "steps=1", "reward.custom_seconds=0.3")
     if message is not None:
         problems = load_problems(cfg.data.train, training=True)[:2]
-        with pytest.raises(ConfigError, match=f"^reward.custom_file={path}: [^\n]*{message}"):
-            calls.try_functions(cfg.reward, problems)
+        refuses(f"^reward.custom_file={path}: [^\n]*{message}", calls.try_functions, cfg.reward, problems)
         return
     train.train(cfg)
     line, = steps_of(tmp_path / "run")

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from conftest import as_rolled, make_groups, toy_config
+from conftest import as_rolled, make_groups, refuses, toy_config
 
 import config
 import report
@@ -16,7 +16,6 @@ from leaves.page import advice, charts
 from leaves.page.charts import kept_by_difficulty
 from leaves.page.runs import choose_completions, group_runs, read_run
 from leaves.page.tables import AT_BUDGET, format_mean, make_tables
-from settings.loader import ConfigError
 
 
 def write_run(folder, curve: list[float], *changes: str, every=1, total=None, state="finished", tokens=100,
@@ -179,8 +178,7 @@ def test_what_is_no_run_or_is_given_twice_is_named(tmp_path):
             ([run, twin], tmp_path, "two have the same config and seed; give each run once"),
             ([run], run / "config.yaml", "config.yaml is a file; give a folder"),
             ([broken], tmp_path, "broken/config.yaml: steps='many' must be a whole number")):
-        with pytest.raises(ConfigError, match=said):
-            report.write_report(folders, out)
+        refuses(said, report.write_report, folders, out)
 
 
 def test_what_was_kept_by_difficulty():
@@ -244,5 +242,4 @@ def test_the_advice_by_hand():
     assert advice.advice(lines, {"rollout": 9.0, "update": 0.01})[-1] == "pruning does not pay here"
     assert advice.advice(lines[1:], {}) == []
     for wrong in ({"updates": 1.0}, {"update": 0.0}, {"update": math.nan}):
-        with pytest.raises(ConfigError, match=r"--seconds .* must give some of step, update, rollout seconds above 0"):
-            advice.advice(lines, wrong)
+        refuses(r"--seconds .* must give some of step, update, rollout seconds above 0", advice.advice, lines, wrong)

@@ -22,7 +22,7 @@ from infra.tokenizer import as_messages
 from learner import Learner
 from model import Decoder
 from pack import Minibatch
-from records import Group, Problem, PromptDraw, Row, Sample
+from records import Problem, PromptDraw, Row, Sample
 from reward import COMPONENTS, list_components, score
 from verify.answer import strip_spaces
 from verify.extract import extract
@@ -84,28 +84,22 @@ def changed(policy: Decoder) -> Iterator[None]:
 
 
 def compare_log_probs(ready: Ready) -> tuple[float, float]:
-    """Sample a few prompts from the policy; returns the mean difference of the trainer's log-probs without
-    gradient to the engine's, and to those with gradient."""
-    learner = ready.learner
+    """Sample the longest prompts from the policy: only they show stale cached prefixes. Returns the mean
+    difference of the trainer's log-probs without gradient to the engine's, and to those with gradient."""
+    cfg, learner, task = ready.cfg, ready.learner, ready.task
     ready.engine.sync(learner.policy)
-    groups = sample_probes(ready)
+    probes = sorted(task.prompts, key=lambda prompt: len(prompt.ids))[-PROBES:]
+    G = max(SAMPLES, dist.world_size())  # so that no rank is without any
+    limit = min(NEW_TOKENS, cfg.rollout.max_new_tokens)
+    sampling = replace(cfg.rollout, group_size=G, max_new_tokens=limit)
+    sampler = Sampler(ready.engine, task.tokenizer, sampling, cfg.reward, cfg.seed)
+    groups = sampler.rollout([PromptDraw(prompt, epoch=0) for prompt in probes])
     ones_NG = torch.ones(len(groups), len(groups[0].samples), dtype=torch.float64)
     rows = learner.rows(Minibatch(groups, ones_NG.bool(), ones_NG, ones_NG, ones_NG))
     with torch.no_grad():
         trainer_C = pass_rows(learner, rows)
     engine_C = torch.cat([row.sampled_logp_C for row in rows])
     return mean_gap(engine_C, trainer_C), mean_gap(pass_rows(learner, rows).detach(), trainer_C)
-
-
-def sample_probes(ready: Ready) -> list[Group]:
-    """Sample the longest prompts: only they show stale cached prefixes."""
-    cfg, task = ready.cfg, ready.task
-    probes = sorted(task.prompts, key=lambda prompt: len(prompt.ids))[-PROBES:]
-    G = max(SAMPLES, dist.world_size())  # so that no rank is without any
-    limit = min(NEW_TOKENS, cfg.rollout.max_new_tokens)
-    sampling = replace(cfg.rollout, group_size=G, max_new_tokens=limit)
-    sampler = Sampler(ready.engine, task.tokenizer, sampling, cfg.reward, cfg.seed)
-    return sampler.rollout([PromptDraw(prompt, epoch=0) for prompt in probes])
 
 
 def pass_rows(learner: Learner, rows: list[Row]) -> Tensor:

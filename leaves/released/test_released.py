@@ -5,9 +5,9 @@ import json
 
 import pytest
 import yaml
+from conftest import refuses
 
 import config
-from config import ConfigError
 
 TEXT = "Think first.\nThen write \\boxed{{ANSWER}} (without quotes). "  # its last blank is part of it
 HASH = hashlib.sha256(TEXT.encode()).hexdigest()
@@ -45,9 +45,7 @@ def test_a_config_and_set_read_the_text_and_a_saved_config_holds_it(file, field,
     ({"file": "recipe.py", "field": "OTHER"}, "a variable of a .py file with a plain text"),
     ({"file": "prompt.txt", "sha256": "0" * 64}, f"sha256=0{{64}} must be {HASH}, which the text in"),
     ({"field": "a"}, r"missing key 'data.system_prompt.file'"),
-    ({"file": "prompt.txt", "fild": "a"}, r"unknown key 'data.system_prompt.fild'. Did you mean .*field'"),
-])
+    ({"file": "prompt.txt", "fild": "a"}, r"unknown key 'data.system_prompt.fild'. Did you mean .*field'")])
 def test_another_text_or_none_is_an_error_that_names_the_setting(section, message, release):
     section = {key: release / value if key == "file" else value for key, value in section.items()}
-    with pytest.raises(ConfigError, match=message):
-        config.load("cppo_toy.yaml", [f"{SETTING}.{key}={value}" for key, value in section.items()])
+    refuses(message, config.load, "cppo_toy.yaml", [f"{SETTING}.{key}={value}" for key, value in section.items()])

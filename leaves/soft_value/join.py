@@ -39,8 +39,7 @@ def parts(cfg: Any, run: Any) -> Any:
 
 def begin(cfg: Any, run: Any) -> Any:
     """Estimate V* of all prompts and compare rewards with it."""
-    folder, sampled = Path(cfg.out), run.first > 0
-    values = estimate_table(run.sampler, run.task.prompts, cfg.advantage, folder, sampled)
+    values = estimate_table(run.sampler, run.task.prompts, cfg.advantage, Path(cfg.out), run.first > 0)
     return replace(run, advantage=partial(subtract_values, values))
 
 
@@ -82,7 +81,8 @@ def estimate_table(
     """Estimate V* of all prompts, by id, by the initial policy, which the engine holds.
 
     Rewards are appended to soft_values.jsonl, so that an interrupted run samples only missing prompts. After
-    the first step all were `sampled`, and are only read. Raises ConfigError if some are missing then.
+    the first step all were `sampled`, and are only read. Raises ConfigError if some are missing then. Seeds
+    are of no epoch.
     """
     path = folder / runfolder.SOFT_VALUES
     rewards = {line["id"]: line["rewards"] for line in dist.on_first(mend_log, path)}
@@ -93,15 +93,18 @@ def estimate_table(
             "asked for; restore the file, or begin another run with --set out=...")
     at_once = ROUNDS_A_WRITE * sampler.sampling.slots * dist.world_size()
     chunk = max(1, at_once // settings.samples)
-    first = dist.rank() == 0
+    first = dist.is_first()
     hidden = None if first else True  # None: unless there is a terminal
     for start in tqdm(range(0, len(missing), chunk), "soft values", unit="batch", disable=hidden):
         if first:
             terminal.print_progress(f"soft values: {len(rewards)}/{len(prompts)} prompts")
-        newest = sample_rewards(sampler, missing[start:start + chunk], settings.samples)
+        draws = [PromptDraw(prompt, epoch=-1) for prompt in missing[start:start + chunk]]
+        groups = sampler.rollout(draws, range(settings.samples))
+        own = sampler.score(groups).total_NG.tolist()
+        newest = {draw.prompt.id: reward_K for draw, reward_K in zip(draws, own, strict=True)}
         rewards |= newest
         if first:
-            append(path, *({"id": id, "rewards": own} for id, own in newest.items()))
+            append(path, *({"id": id, "rewards": reward_K} for id, reward_K in newest.items()))
     reward_NK = torch.tensor([rewards[prompt.id] for prompt in prompts], dtype=torch.float64)
     value_N = soft_value(reward_NK, settings.beta).tolist()
     values = {prompt.id: value for prompt, value in zip(prompts, value_N, strict=True)}
@@ -110,10 +113,3 @@ def estimate_table(
             f"advantage.kind=soft_value: no sample of {len(unknown)} prompts has a reward, {unknown[0]} "
             "among them; leave them out, or set another advantage.kind")
     return values
-
-
-def sample_rewards(sampler: Sampler, prompts: list[Prompt], count: int) -> dict[str, list[float]]:
-    """Sample `count` completions of each prompt, by seeds of no epoch, and return their rewards by its id."""
-    groups = sampler.rollout([PromptDraw(prompt, epoch=-1) for prompt in prompts], range(count))
-    rewards = sampler.score(groups).total_NG.tolist()
-    return {prompt.id: own for prompt, own in zip(prompts, rewards, strict=True)}

@@ -6,7 +6,6 @@ process is gone), and training goes on.
 
 import json
 import secrets
-import sys
 from collections.abc import Callable
 from hashlib import sha256
 from importlib import import_module
@@ -16,6 +15,7 @@ from typing import Any
 from config import Config, flatten
 from infra.lines import blame_file, read_log, write_json
 from infra.runfolder import RunLog
+from infra.terminal import to_stderr
 
 LONGEST_WAIT = 20.0  # seconds that wandb may take to reach its server, and at the end to send the rest
 
@@ -40,13 +40,13 @@ class Tracker:
     def __init__(self, cfg: Config, folder: Path):
         self.run = self.attempt(begin, cfg, folder)
 
-    def attempt(self, call: Callable, *given: Any, **named: Any) -> Any:
+    def attempt(self, call: Callable, *given: Any) -> Any:
         try:
-            return call(*given, **named)
+            return call(*given)
         except Exception as error:  # of a package that raises what it likes
             first = str(error).partition("\n")[0] or type(error).__name__
-            print(f"wandb gets no more of this run: {first}; with WANDB_MODE=offline a run is recorded in "
-                  "its folder, and `wandb sync` sends it later", file=sys.stderr, flush=True)
+            to_stderr(f"wandb gets no more of this run: {first}; with WANDB_MODE=offline a run is recorded "
+                      "in its folder, and `wandb sync` sends it later")
             self.run = None
 
     def log(self, values: dict) -> None:
@@ -57,7 +57,7 @@ class Tracker:
     def finish(self, state: dict) -> None:
         """Send the rest, and tell that the run has ended, and whether it failed."""
         if self.run:
-            self.attempt(self.run.finish, exit_code=int("error" in state))
+            self.attempt(self.run.finish, int("error" in state))  # its exit status
 
 
 def begin(cfg: Config, folder: Path) -> Any:

@@ -51,7 +51,7 @@ def test_metrics_and_config_are_recorded(calls, tmp_path):
     (_, _, init), metric, *_, end = calls
     assert (init["project"], init["name"], init["id"]) == ("winnow", "run", join.name_run(tmp_path / "run"))
     assert init["config"] == config.flatten(cfg) | json.loads((tmp_path / "run" / "env.json").read_text())["chosen"]
-    assert metric == ("define_metric", ("*",), {"step_metric": "step"}) and end == ("finish", (), {"exit_code": 0})
+    assert metric == ("define_metric", ("*",), {"step_metric": "step"}) and end == ("finish", (0,), {})
     assert same_as_metrics(calls, tmp_path / "run")
     assert len(list(tmp_path.glob("run/wandb/offline-run-*/*.wandb"))) == 1
     (tmp_path / "run").rename(tmp_path / "copy")
@@ -72,10 +72,10 @@ def test_a_run_that_failed_and_goes_on_is_one_run_and_all_is_sent_again(calls, t
         with pytest.raises(RuntimeError):
             train.train(cfg)
     assert runfolder.state_of(tmp_path / "run") == {"state": "failed", "error": "RuntimeError: a cable"}
-    assert calls[-1] == ("finish", (), {"exit_code": 1})
+    assert calls[-1] == ("finish", (1,), {})
     (_, _, first), calls[:] = calls[0], []
     train.train(cfg, resume="always")
-    assert first["id"] == calls[0][2]["id"] and calls[-1] == ("finish", (), {"exit_code": 0})
+    assert first["id"] == calls[0][2]["id"] and calls[-1] == ("finish", (0,), {})
     assert same_as_metrics(calls, tmp_path / "run")
     assert runfolder.state_of(tmp_path / "run") == {"state": "finished"}
 

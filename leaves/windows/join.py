@@ -129,9 +129,8 @@ class Pool(PromptHistory):
         """Take the turns of all groups that were begun, then new prompts while there is room."""
         copies = self.sampling.group_size // self.width
         room = int(self.settings.in_flight * count) * copies - len(self.begun)
-        new = []
-        for draw in super().draw(max(0, room) // copies):
-            new += [take_turn(draw, copy) for copy in range(copies)]
+        draws = super().draw(max(0, room) // copies)
+        new = [take_turn(draw, copy) for draw in draws for copy in range(copies)]
         # Each in its order, spread evenly: every rank gets long prefixes and new prompts alike.
         placed = [((i + 0.5) / len(turns), turn)
                   for turns in (self.begun, new) for i, turn in enumerate(turns)]

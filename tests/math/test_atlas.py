@@ -246,8 +246,7 @@ BASELINES = {  # of one completion, from it, the others of its group, those of o
     "survivors 1/p, others weighed and normalised": lambda me, others, *_: quotient(
         sum(weighed(others)), sum(m.there / m.prob for m in others)),
     "survivors 1/p, plain mean with the own reward": lambda me, others, *_: quotient(
-        sum(m.there * m.reward for m in [me, *others]), sum(m.there for m in [me, *others])),
-}
+        sum(m.there * m.reward for m in [me, *others]), sum(m.there for m in [me, *others]))}
 
 
 def by_hand(problem: Problem, steps: Steps, s: int, name: str) -> Tensor:

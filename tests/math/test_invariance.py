@@ -33,8 +33,7 @@ CONFIGS = {
     "cppo-kl-batch": ["loss.kl=0.1", "loss.kl_corrected=true", "loss.normalize=token", "prune.completions.scope=batch",
                       "pack.window=2"],
     "grpo": ["prune.completions.kind=none", "loss.denominator=all", "loss.normalize=constant"],
-    "lora": ["model.lora.rank=2", "loss.kl=0.1"],
-}
+    "lora": ["model.lora.rank=2", "loss.kl=0.1"]}
 # Every objective, each on the same rollouts of the toy model.
 OBJECTIVES = ("dapo", "drgrpo", "gspo", "cispo", "divppo", "gdpo", "ppo", "vapo", "tppo", "apo", "odpo", "rpo",
               "madpo", "dgpo", "opd")
@@ -204,8 +203,7 @@ PRUNED = {
              "optim.warmup_steps=4", "data.limit=64"],
     # On 3 ranks one has no row of an A.
     "lora": ["steps=2", "data.limit=8", "loss.denominator=all", "model.lora.rank=2",
-             "prune.completions={kind: pps, keep: 3}"],
-}
+             "prune.completions={kind: pps, keep: 3}"]}
 # A group's completions lie on several ranks, and prompts are skipped.
 PRUNED["madpo"] = ["prune.prompts={kind: bernoulli, drop_prob: 0.6}", "data.limit=6"]
 PRUNED["dgpo"] = ["data.limit=6", "model.lora.rank=2"]
@@ -239,8 +237,7 @@ def test_any_number_of_ranks_gives_the_same_parameters_metrics_and_decisions(nam
     for ranks in (2, 4) if name == "cppo" else (3,):
         spread = replace(cfg, out=str(tmp_path / f"{ranks}"))
         for other in on_ranks(ranks, tmp_path, run, spread):
-            for key, expected in alone.items():
-                torch.testing.assert_close(other[key], expected, rtol=0, atol=1e-9, msg=key)
+            torch.testing.assert_close(other, alone, rtol=0, atol=1e-9)
         assert step_metrics(tmp_path / f"{ranks}") == pytest.approx(step_metrics(tmp_path / "one"), rel=1e-9, abs=1e-12)
         decisions = [read_decisions(tmp_path / run) for run in ("one", f"{ranks}")]
         assert decisions[0] == decisions[1] and ('"weight": 0}' in decisions[0]) == (
@@ -266,8 +263,7 @@ def test_a_run_goes_on_on_another_number_of_ranks_with_the_same_prompts_and_mask
     decisions, measured = read_decisions(folder), step_metrics(folder)
     (folder / "checkpoints" / "latest").write_text("step_000002")
     for other in on_ranks(after, tmp_path, resumed, cfg):
-        for key, expected in alone.items():
-            torch.testing.assert_close(other[key], expected, rtol=0, atol=1e-9, msg=key)
+        torch.testing.assert_close(other, alone, rtol=0, atol=1e-9)
     assert read_decisions(folder) == decisions
     assert step_metrics(folder) == pytest.approx(measured, rel=1e-9, abs=1e-12)
 

@@ -271,8 +271,7 @@ OBJECTIVES = {
     "dgpo": (dgpo, "dgpo_gsm8k.yaml toy.yaml", GRADED),
     "rloo": (rloo, "grpo_toy.yaml", ["advantage.kind=leave_one_out"]),
     "opd": (opd, "opd_toy.yaml", ["prune.completions.kind=none", f"teacher={{path: {TEACHER}, keep: null}}",
-                                  "advantage.reward=0.5", "advantage.bound=3"]),
-}
+                                  "advantage.reward=0.5", "advantage.bound=3"])}
 
 
 def windowed(groups: list[Group]) -> list[Group]:

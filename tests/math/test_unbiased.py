@@ -318,8 +318,7 @@ BIASED = {
     "no weights, mean over the kept": (without_weights, "sequence", "kept"),
     "1/(1-P) over the kept mean": (lambda: list(outcomes(candidates(""), HALF)), "sequence", "kept"),
     "token mean over survivors": (lambda: list(outcomes(candidates(""), HALF)), "token", "kept"),
-    "advantages normalised after pruning": (renormalised, "sequence", "all"),
-}
+    "advantages normalised after pruning": (renormalised, "sequence", "all")}
 
 
 @pytest.mark.parametrize("arm", others_slow(BIASED, "topk", "bottom fraction", "no weights"))

@@ -45,8 +45,7 @@ from verify.number import LONGEST, number
     (r"\\boxed{6}, \\boxed{\\frac{1}{2}}", r"6, \frac{1}{2}"), (r"\boxed{6}. Then \\boxed{7}", "7"),
     (r"\\boxed{6}. Then \boxed{7}", "7"), ("x \\\\\n\\boxed{7}", "7"), (r"x \\\boxed{7}", "7"), (r"\\boxed{7", ""),
     ("The answer is yes.", "yes"), ("<think>The answer is 7</think>!", "7"), ("<think>#### 7</think>!", "7"),
-    ("The answer is **C**: so.", "C"), ("just 12", None), ("", None),
-])
+    ("The answer is **C**: so.", "C"), ("just 12", None), ("", None)])
 def test_extract(text, marked):
     assert extract(text) == marked
 

@@ -91,8 +91,7 @@ ENDS = {
     "import os\nos.fork()": None, "input()": "RuntimeError EOFError",
     "import threading, time; threading.Thread(target=time.sleep, args=[99]).start()": None,
     "import os, resource; resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0)); os.chdir('/'); os.environ.clear()": None,
-    "import pickle, sys; pickle.dumps = None; sys.setrecursionlimit(60)": None,
-}
+    "import pickle, sys; pickle.dumps = None; sys.setrecursionlimit(60)": None}
 
 
 @pytest.mark.parametrize("code", ENDS)
@@ -183,8 +182,7 @@ CASE = {"gold": "1", "completion": "1", "correct": True}
     (b"[" * 100_000, ":1: not valid JSON"), (json.dumps(CASE | {"gold": "\ud800"}).encode(), ":1: not valid JSON"),
     (b"[]", ":1: the 'gold' of a case must be a str, not None"), (b"", " holds no cases"),
     (json.dumps(CASE | {"correct": "yes"}).encode(), ":1: the 'correct' of a case must be a bool, not 'yes'"),
-    (json.dumps(CASE | {"category": ["x" * 1000]}).encode(), r"must be a str, not \['x{98} \.\.\. x{98}'\]$"),
-])
+    (json.dumps(CASE | {"category": ["x" * 1000]}).encode(), r"must be a str, not \['x{98} \.\.\. x{98}'\]$")])
 def test_a_bad_case_is_named_by_its_line(line, message, tmp_path):
     path = tmp_path / "cases.jsonl"
     path.write_bytes(line + b"\n")
