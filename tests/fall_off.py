@@ -70,14 +70,15 @@ def run(folder: Path, *command: str, **environment: str) -> None:
 
 
 def lines_of_runs(folder: Path) -> list[dict]:
-    """Train, and return the lines of all runs without their times."""
+    """Train, and return the lines of all runs without their times, and without what the page's leaf measures."""
     (folder / "three_runs.py").write_text(PROGRAM % SMALL)
     run(folder, sys.executable, "three_runs.py")
     lines = []
     for name in ("grpo", "cppo", "dppo"):
         for file in ("metrics.jsonl", "decisions.jsonl"):
             lines += map(json.loads, (folder / name / file).read_text().splitlines())
-    return [{key: value for key, value in line.items() if not key.startswith(("time/", "memory/"))} for line in lines]
+    left_out = ("time/", "memory/", "prune/share")
+    return [{key: value for key, value in line.items() if not key.startswith(left_out)} for line in lines]
 
 
 def main() -> None:
