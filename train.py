@@ -306,18 +306,20 @@ def log_step(run: Run, step: int, rolled: Rolled, batch: Batch, measured: Metric
 
 def main() -> int:
     args = commands.of_train(__doc__)
-    run_it = partial(run_command, args)
     if args.settings is not None:
-        return exit_status(run_it)
-    return exit_status(run_it, lambda: how_to_go_on(Path(config.load(args.config, args.set).out)))
+        return exit_status(partial(show_settings, args.settings))
+    return exit_status(
+        partial(run_command, args), lambda: how_to_go_on(Path(config.load(args.config, args.set).out)))
+
+
+def show_settings(section: str) -> None:
+    from leaves.page.show import describe_settings
+
+    print(describe_settings(section))
 
 
 def run_command(args: argparse.Namespace) -> int | None:
     """Run the command line; returns the exit status."""
-    if args.settings is not None:
-        from leaves.page.show import describe_settings
-
-        return print(describe_settings(args.settings))
     cfg = config.load(args.config, args.set)
     if args.show:
         from leaves.page.show import resolved

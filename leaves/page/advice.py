@@ -8,6 +8,8 @@ Where one rate is kept, Adam's progress per step goes with (1 + e)^-1/2; where n
 import math
 from statistics import mean
 
+import torch
+
 from config import Config
 from infra.figures import align
 from prune import Candidates, fewest, gradient_size, inclusion
@@ -24,7 +26,9 @@ def share_of_tokens(cfg: Config, rolled: Rolled, batch: Batch) -> Metrics:
     """
     if not batch.groups or not cfg.advantage.compares:
         return {}
-    candidates = Candidates(batch.adv_NG, batch.groups, cfg.loss.normalize, batch.advantage_only, batch.seed)
+    weight_N1 = torch.tensor([[draw.weight] for draw in batch.draws], dtype=torch.float64)
+    candidates = Candidates(
+        batch.adv_NG, batch.groups, cfg.loss.normalize, batch.advantage_only, batch.seed, weight_N1)
     size_K, norm_K = (gradient_size(candidates, "surprise", by_cost).flatten() for by_cost in (True, False))
     tokens_K = candidates.len_NG.flatten() * (norm_K > 0)
     if not tokens_K.any():
@@ -40,10 +44,13 @@ def advice(lines: list[dict], seconds: dict[str, float]) -> list[str]:
 
     seconds   of phases of one step, in place of those that the run took; other phases then take none
     Progress is per second, over the progress of keeping all, by both exponents. A setting is advised if it
-    gains by both. Empty for a run without such shares. Raises ConfigError for other phases than the run's.
+    gains by both. Empty for a run without such shares. Raises ConfigError for seconds of other phases, or
+    that a run without shares cannot use.
     """
     steps = [line for line in lines if line.get("prune/share")]
     if not steps:
+        if seconds:
+            raise ConfigError("--seconds: no step of the run has logged prune/share, which it needs")
         return []
     took = {key.removeprefix("time/"): mean(line.get(key, 0.0) for line in steps)
             for key in steps[-1] if key.startswith("time/")}

@@ -241,5 +241,6 @@ def test_the_advice_by_hand():
     assert said == "pays here: --set 'prune.completions={kind: pps, error: 0.1, by_cost: true}'"
     assert advice.advice(lines, {"rollout": 9.0, "update": 0.01})[-1] == "pruning does not pay here"
     assert advice.advice(lines[1:], {}) == []
+    refuses("--seconds: no step of the run has logged prune/share", advice.advice, lines[1:], {"update": 1.0})
     for wrong in ({"updates": 1.0}, {"update": 0.0}, {"update": math.nan}):
         refuses(r"--seconds .* must give some of step, update, rollout seconds above 0", advice.advice, lines, wrong)
