@@ -348,3 +348,4 @@ class EngineSpec:
     stops: Stops | None = None
     sleeps: bool = False            # vllm: it gives its memory up when told to sleep
     quantization: str = "none"      # vllm: of the weights that it samples with
+    speculation: dict | None = None  # vllm: how drafts are made

@@ -161,6 +161,8 @@ def engine_options(spec: EngineSpec, cache: int) -> dict:
         # start beside the trainer.
         "gpu_memory_utilization": 0.01,
     }
+    if spec.speculation:
+        options["speculative_config"] = spec.speculation
     if spec.quantization == "fp8":  # at each sync; vLLM's own "fp8" is for weights that are stored so
         options["quantization"] = "fp8_per_tensor"
     if spec.tensor_parallel > 1:

@@ -286,7 +286,7 @@ def load_models(cfg: Config, task: data.Task, weights: Weights) -> tuple[Learner
     )
     device = dist.init(find_device(cfg.device))
     learner = build_learner(cfg, task.source, device, weights)
-    spec = engine_spec(cfg, device, task.tokenizer, longest)
+    spec = leaves.through("spec", cfg, engine_spec(cfg, device, task.tokenizer, longest))
     return learner, start_engine(cfg.rollout.engine, replace(spec, sleeps=cfg.rollout.sleep == "always"))
 
 

@@ -66,8 +66,7 @@ def choose_kernels(cfg: Config, machine: Machine, shape: Shape, saved: dict) -> 
     name = pick("model.dtype", ["bfloat16", "float32"] if device.type == "cuda" else ["float32", "bfloat16"])
     dtype = getattr(torch, name)
     attention = choose_backend(pick("model.attention", list_backends(device, dtype)), device, dtype)
-    drafts = getattr(cfg.rollout, "drafts", None)  # only the embedded engine has them
-    engine = pick("rollout.engine", ["torch"] if drafts else machine.engines(dtype))
+    engine = pick("rollout.engine", machine.engines(dtype))
     here = replace(cfg, device=device.type, model=replace(cfg.model, dtype=name, attention=attention))
     here = with_value(here, "rollout.engine", engine)
     slots = min(cfg.rollout.slots, sequences_asked(here, machine.ranks))

@@ -14,6 +14,7 @@ A hook is a function of the config and a thing, which it returns, changed:
     task        data.Task, before models are loaded
     weights     policy.Weights, by which models come by their weights
     inputs      hashes of what a run begins with, by their settings: a resumed run has the same
+    spec        records.EngineSpec of a training run
     engine      the rollout engine and the tokenizer, in training and in evaluation
     parts       train.Parts, before a checkpoint is loaded
     begin       the same, before the first step: the engine has the policy

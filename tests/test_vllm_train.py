@@ -232,6 +232,60 @@ def test_an_environment_replies_to_vllm(launcher, more, tmp_path):
     assert all(line["environment/calls"] > 0.2 for line in lines)
 
 
+TWICE = """
+import sys
+sys.path.append("bench")
+import config, train
+from leaves.drafts.proposals import Proposer, attach
+from records import Request
+from step import prepare
+cfg = config.load("grpo_hard.yaml", ["rollout.engine=vllm", "rollout.drafts=true", "rollout.stop=['=1', '=7']", "model.dtype=float32"])
+_, sampler, history = prepare(cfg, train.load_task(cfg))
+drafts, draws = {}, history.draw(8)
+attach(sampler.engine.llm, drafts)
+def sample(first, temperature, top_p):
+    asked = [Request(draw.prompt, first + 100 * n + g, 64) for n, draw in enumerate(draws) for g in range(8)]
+    return sampler.engine.generate(asked, temperature, top_p)
+others = sample(10**6, 1.0, 1.0)
+for law in ((1.0, 1.0), (0.7, 0.9), (0.0, 1.0)):
+    drafts.clear()
+    before = Proposer.accepted
+    plain = sample(0, *law)
+    assert Proposer.accepted == before
+    drafts |= {draw.prompt.ids: [s.ids for s in others[8 * n:8 * n + 8]] for n, draw in enumerate(draws)}
+    for one, other in zip(plain, sample(0, *law), strict=True):
+        assert one.ids == other.ids and one.finished == other.finished
+        assert max((abs(a - b) for a, b in zip(one.logp, other.logp, strict=True)), default=0) < 1e-4
+    assert Proposer.accepted - before > 0.3 * sum(len(s.ids) for s in plain), law
+    assert any(s.finished and s.ids[-1] not in sampler.tokenizer.eos_ids for s in plain) or law[0] == 0  # by a stop text
+"""
+
+
+@pytest.mark.skipif(not PRECISION.exact, reason="in bfloat16 two tokens may be equally likely")
+def test_drafts_change_no_sample_of_vllm():
+    done = run(sys.executable, "-c", TWICE)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "more"), [
+    ([sys.executable], []), pytest.param(TORCHRUN, ["rollout.tensor_parallel=2"], marks=two_ranks)], ids=["1 rank", "2 ranks"])
+def test_a_run_with_drafts_of_vllm_is_the_run_without_and_goes_on_as_itself(launcher, more, tmp_path):
+    decided = {}
+    for folder, *own in (("plain", "rollout.drafts=false"), ("run", "rollout.drafts=true"), ("cut", "rollout.drafts=true", "steps=3"),
+                         ("cut", "rollout.drafts=true", "--resume")):
+        settings = [*STILL, "optim.lr=1e-3", "steps=5", "data.limit=16", "checkpoint.every=1", f"out={tmp_path / folder}", *more, *own]
+        sets = [word for s in settings if "=" in s for word in ("--set", s)]
+        done = run(*launcher, "train.py", "--config", "grpo_toy.yaml", *sets, *["--resume"] * ("--resume" in own))
+        assert done.returncode == 0, done.stderr
+        decided[folder] = runfolder.read_log(tmp_path / folder / "decisions.jsonl")
+    tokens = {folder: [prompt["tokens"] for line in lines for prompt in line["prompts"]] for folder, lines in decided.items()}
+    assert tokens["plain"] == tokens["run"] == tokens["cut"] or not PRECISION.exact
+    drafted = [line.get("rollout/drafted", 0) for line in steps_of(tmp_path / "run")]
+    assert drafted[0] == 0 and drafted[-1] > 0.2
+    assert not any("rollout/drafted" in line for line in steps_of(tmp_path / "plain"))
+
+
 @pytest.mark.slow
 def test_rollouts_that_are_aborted_go_on_with_vllm(tmp_path):
     """experiments/court/abort.py: what goes on has the log-probs of the policy."""

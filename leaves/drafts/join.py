@@ -5,7 +5,7 @@ the number that it draws it with anyway: while that is a token of a draft, no de
 completion is the one that would be sampled without drafts, up to rounding; given the drafts, and whatever the
 policy has learnt from them, it is the policy's. Speculative decoding (arXiv:2211.17192) accepts more, by the
 ratio to the policy of the draft; but then a completion is the policy's only if that has not seen its drafts,
-and all probabilities of the older policy are needed.
+and all probabilities of the older policy are needed. proposals.py does the same with vLLM.
 """
 
 from array import array
@@ -18,12 +18,23 @@ import torch
 from torch import Tensor
 
 from history import PromptHistory
+from infra import dist
+from leaves.drafts.proposals import AT_ONCE, Proposer, attach
 from model import BACKENDS
-from records import Batch, Metrics, Rolled, Sample, Segments, frozen
+from records import Batch, EngineSpec, Metrics, Rolled, Sample, Segments, frozen
 from rollout import Cache, Decoding, Ids
 
 Drafts = Sequence[Sequence[int]]
 Paths = dict[int, list[int]]  # slot -> places of its tokens in a Tree
+
+
+def spec(cfg: Any, given: EngineSpec) -> EngineSpec:
+    """Start vLLM with room for the tokens that are verified at once."""
+    if not cfg.rollout.drafts or cfg.rollout.engine != "vllm":
+        return given
+    return replace(given, max_len=given.max_len + AT_ONCE, speculation={
+        "method": "custom_class", "model": f"{Proposer.__module__}.{Proposer.__name__}",
+        "num_speculative_tokens": AT_ONCE})
 
 
 def parts(cfg: Any, run: Any) -> Any:
@@ -31,6 +42,10 @@ def parts(cfg: Any, run: Any) -> Any:
     if not cfg.rollout.drafts:
         return run
     history = DraftHistory(run.history)
+    if cfg.rollout.engine == "vllm":
+        attach(run.engine.llm, history.drafts)
+        accepted = partial(share_accepted, cfg.rollout.tensor_parallel)
+        return replace(run, history=history, measures=(*run.measures, accepted))
     run.engine.decoding = partial(DraftDecoding, history.drafts)
     return replace(run, history=history, measures=(*run.measures, share_drafted))
 
@@ -40,6 +55,13 @@ def share_drafted(rolled: Rolled, batch: Batch) -> Metrics:
     samples = [s for group in rolled.groups for s in group.samples]
     drafted = sum(s.drafted for s in samples)
     return {"rollout/drafted": drafted / sum(s.fresh for s in samples)} if drafted else {}
+
+
+def share_accepted(sharing: int, rolled: Rolled, batch: Batch) -> Metrics:
+    """Compute the same of vLLM, of which so many ranks share an engine. Collective."""
+    accepted, Proposer.accepted = sum(dist.gather([Proposer.accepted])) / sharing, 0
+    tokens = sum(s.fresh for group in rolled.groups for s in group.samples)
+    return {"rollout/drafted": accepted / tokens} if accepted else {}
 
 
 @frozen

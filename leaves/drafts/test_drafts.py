@@ -138,7 +138,6 @@ def test_a_run_with_drafts_is_the_run_without_and_goes_on_as_itself(settings, tm
 
 
 @pytest.mark.parametrize("setting, message", [
-    ("rollout.engine=vllm", "rollout.engine=vllm must be auto or torch with rollout.drafts=True: vLLM"),
     ("windows.tokens=8", "windows.tokens=8 must be null"),
     ("labels={kind: votes, most: 16}", "labels.kind=votes must be gold"),
     ("prune.prompts={kind: depo}", "prune.prompts.kind=depo must be none, bernoulli")])
@@ -147,11 +146,10 @@ def test_settings_that_do_not_go_with_drafts(setting, message, tmp_path):
     refuses(message, toy_config, tmp_path / "run", "model.dtype=float32", "rollout.drafts=true", setting, *more)
 
 
-def test_auto_takes_the_engine_that_has_drafts_and_counts_their_keys(tmp_path):
+def test_the_keys_of_drafts_are_counted(tmp_path):
     counts = pytest.importorskip("leaves.fit.counts")
     cfg = run_config(tmp_path / "run", "model.dtype=float32", "rollout.drafts=true", "device=cpu")
     with_drafts = resolve_auto(cfg, TOY)
-    assert with_drafts.rollout.engine == "torch"
     shape = rollout.empty_model(TOY, torch.float32).shape
     parts, without = (counts.sampling_parts(c, shape) for c in (
         with_drafts, replace(with_drafts, rollout=replace(with_drafts.rollout, drafts=False))))

@@ -137,6 +137,6 @@ def sampling_parts(cfg: Config, shape: Shape) -> Parts:
     sampling, element = cfg.rollout, element_size(cfg)
     spread = sampling.tensor_parallel if sampling.engine == "vllm" else 0
     parts = engine_parts(shape, element, sampling.slots, longest_sampled(cfg), spread, sampling.cache_gib)
-    if getattr(sampling, "drafts", None):
+    if getattr(sampling, "drafts", None) and not spread:
         parts["KV cache"] *= 2  # drafts have at most the tokens of the slots that they serve
     return parts
