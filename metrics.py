@@ -179,7 +179,7 @@ def describe_completions(rolled: Rolled, n: int, batch: Batch, place: int | None
 
 SUMS = """
     loss tokens passed clipped k3 packed rows cost corrected masked
-    compared mismatch engine_kl ratio ratio_squared probability
+    compared mismatch ratio ratio_squared
 """.split()
 
 
@@ -211,15 +211,12 @@ class PassSums:
             sums["cost"] += row_cost(row.segments.queries, row.segments.keys, self.quadratic)
             sums["corrected"] += terms.factor_C.sum()
             sums["masked"] += (terms.factor_C == 0).sum()
-            sums["probability"] += row.sampled_logp_C.exp().sum()
         if first_pass and prepared.old_logp_C is not None:
             # log pi_trainer - log pi_engine of tokens that the engine drew
             gap_C = (prepared.old_logp_C - row.sampled_logp_C).double()
-            ratio_C = gap_C.exp()
             sums["compared"] += len(gap_C)
             sums["mismatch"] += gap_C.abs().sum()
-            sums["engine_kl"] += (ratio_C - gap_C - 1).sum()
-            sums["ratio"] += ratio_C.sum()
+            sums["ratio"] += gap_C.exp().sum()
             sums["ratio_squared"] += (2 * gap_C).exp().sum()
             self.mismatch_max = gap_C.abs().max().clamp(min=self.mismatch_max)
 
@@ -241,10 +238,8 @@ class PassSums:
             "train/tokens": int(total["tokens"]),
             "train/clipped": total["clipped"] / passed,
             "train/kl": total["k3"] / passed,
-            "train/probability": total["probability"] / tokens,
             "mismatch/logp_abs_mean": total["mismatch"] / compared,
             "mismatch/logp_abs_max": highest_mismatch,
-            "mismatch/kl": total["engine_kl"] / compared,
             "mismatch/ess": ess,
             "mismatch/weight_mean": total["corrected"] / tokens,
             "mismatch/masked": total["masked"] / tokens,

@@ -199,11 +199,10 @@ def similar_order(candidates: Candidates) -> Tensor:
 
 def pps_by(candidates: Candidates, settings: kinds.Pps) -> Pruned:
     """Draw by `pps` as many as settings.keep says, or as few as settings.error allows in the whole step."""
-    size_NG = gradient_size(candidates, settings.size, settings.by_cost)
-    keep, scope = settings.keep, settings.scope
-    if keep is None:
-        norm_NG = gradient_size(candidates, settings.size, by_cost=False)
-        keep, scope = fewest(size_NG.flatten(), norm_NG.flatten(), settings.error) / len(size_NG), "batch"
+    size_NG, norm_NG = (gradient_size(candidates, settings.size, by_cost)
+                        for by_cost in (settings.by_cost, False))
+    keep = settings.keep or fewest(size_NG.flatten(), norm_NG.flatten(), settings.error) / len(size_NG)
+    scope = settings.scope if settings.keep else "batch"
     return pps(size_NG, similar_order(candidates), keep, scope, candidates.seed)
 
 

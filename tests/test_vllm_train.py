@@ -68,7 +68,7 @@ def test_the_toy_learns(launcher, settings, steps, tmp_path):
     assert chosen.get("rollout.sleep") == (None if "rollout.sleep=always" in settings else "never")
     for line in steps_of(tmp_path / "run"):
         assert is_in_step(line) and line["mismatch/logp_abs_mean"] > 0
-        assert line["mismatch/kl"] < PRECISION.mean / 10 and line["mismatch/ess"] > 0.99
+        assert line["mismatch/ess"] > 0.99
     print(json.dumps({key: learnt[f"eval/test/{key}"] for key in ("accuracy", "low", "high")}))
 
 
@@ -114,7 +114,7 @@ train.checks.before_run = lambda cfg, ready: ready
     first, second, third = steps_of(tmp_path / "run")
     assert is_in_step(first) and first["mismatch/weight_mean"] == pytest.approx(1, abs=max(1e-4, PRECISION.mean))
     for line in (second, third):
-        assert line["mismatch/logp_abs_mean"] > 0.1 and line["mismatch/ess"] < 0.99 and line["mismatch/kl"] > 0.01
+        assert line["mismatch/logp_abs_mean"] > 0.1 and line["mismatch/ess"] < 0.99
         assert 0 < line["mismatch/masked"] < 1 and line["mismatch/weight_mean"] < 1
 
 
@@ -236,10 +236,11 @@ TWICE = """
 import sys
 sys.path.append("bench")
 import config, train
-from leaves.drafts.proposals import Proposer, attach
+from leaves.drafts.proposals import Steps, attach
 from records import Request
 from step import prepare
-cfg = config.load("grpo_hard.yaml", ["rollout.engine=vllm", "rollout.drafts=true", "rollout.stop=['=1', '=7']", "model.dtype=float32"])
+cfg = config.load("grpo_hard.yaml", ["rollout.engine=vllm", "rollout.drafts=true", "rollout.stop=['=1', '=7']",
+                                     "model.dtype=float32"])
 _, sampler, history = prepare(cfg, train.load_task(cfg))
 drafts, draws = {}, history.draw(8)
 attach(sampler.engine.llm, drafts)
@@ -249,15 +250,16 @@ def sample(first, temperature, top_p):
 others = sample(10**6, 1.0, 1.0)
 for law in ((1.0, 1.0), (0.7, 0.9), (0.0, 1.0)):
     drafts.clear()
-    before = Proposer.accepted
+    before = Steps.saved
     plain = sample(0, *law)
-    assert Proposer.accepted == before
+    assert Steps.saved == before
     drafts |= {draw.prompt.ids: [s.ids for s in others[8 * n:8 * n + 8]] for n, draw in enumerate(draws)}
     for one, other in zip(plain, sample(0, *law), strict=True):
         assert one.ids == other.ids and one.finished == other.finished
         assert max((abs(a - b) for a, b in zip(one.logp, other.logp, strict=True)), default=0) < 1e-4
-    assert Proposer.accepted - before > 0.3 * sum(len(s.ids) for s in plain), law
-    assert any(s.finished and s.ids[-1] not in sampler.tokenizer.eos_ids for s in plain) or law[0] == 0  # by a stop text
+    assert Steps.saved - before > 0.3 * sum(len(s.ids) for s in plain), law
+    by_a_text = [s.finished and s.ids[-1] not in sampler.tokenizer.eos_ids for s in plain]
+    assert any(by_a_text) or law[0] == 0
 """
 
 
@@ -269,17 +271,19 @@ def test_drafts_change_no_sample_of_vllm():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "more"), [
-    ([sys.executable], []), pytest.param(TORCHRUN, ["rollout.tensor_parallel=2"], marks=two_ranks)], ids=["1 rank", "2 ranks"])
+    ([sys.executable], []), pytest.param(TORCHRUN, ["rollout.tensor_parallel=2"], marks=two_ranks)],
+    ids=["1 rank", "2 ranks"])
 def test_a_run_with_drafts_of_vllm_is_the_run_without_and_goes_on_as_itself(launcher, more, tmp_path):
-    decided = {}
-    for folder, *own in (("plain", "rollout.drafts=false"), ("run", "rollout.drafts=true"), ("cut", "rollout.drafts=true", "steps=3"),
-                         ("cut", "rollout.drafts=true", "--resume")):
-        settings = [*STILL, "optim.lr=1e-3", "steps=5", "data.limit=16", "checkpoint.every=1", f"out={tmp_path / folder}", *more, *own]
-        sets = [word for s in settings if "=" in s for word in ("--set", s)]
-        done = run(*launcher, "train.py", "--config", "grpo_toy.yaml", *sets, *["--resume"] * ("--resume" in own))
+    tokens = {}
+    for folder, drafts, *own in (("plain", "false"), ("run", "true"), ("cut", "true", "--set", "steps=3"),
+                                 ("cut", "true", "--resume")):
+        settings = [*STILL, "optim.lr=1e-3", "steps=5", "data.limit=16", "checkpoint.every=1",
+                    f"out={tmp_path / folder}", f"rollout.drafts={drafts}", *more]
+        sets = [word for s in settings for word in ("--set", s)]
+        done = run(*launcher, "train.py", "--config", "grpo_toy.yaml", *sets, *own)
         assert done.returncode == 0, done.stderr
-        decided[folder] = runfolder.read_log(tmp_path / folder / "decisions.jsonl")
-    tokens = {folder: [prompt["tokens"] for line in lines for prompt in line["prompts"]] for folder, lines in decided.items()}
+        lines = runfolder.read_log(tmp_path / folder / "decisions.jsonl")
+        tokens[folder] = [prompt["tokens"] for line in lines for prompt in line["prompts"]]
     assert tokens["plain"] == tokens["run"] == tokens["cut"] or not PRECISION.exact
     drafted = [line.get("rollout/drafted", 0) for line in steps_of(tmp_path / "run")]
     assert drafted[0] == 0 and drafted[-1] > 0.2

@@ -122,10 +122,9 @@ class Teacher:
             return prepared  # their loss is not finite either
         # No weight makes up for a candidate that is never kept, and the loss may have a KL.
         size_NG = size_NG.clamp(min=SIZE_FLOOR * size_NG[read_NG].mean() + 1e-30) * read_NG
-        keep = self.second.keep
-        if keep is None:
-            keep = fewest(size_NG.flatten(), size_NG.flatten(), self.second.error) / len(size_NG)
-        drawn = pps(size_NG, torch.arange(size_NG.numel()), keep, "batch", minibatch.seed)
+        size_K = size_NG.flatten()
+        keep = self.second.keep or fewest(size_K, size_K, self.second.error) / len(size_NG)
+        drawn = pps(size_NG, torch.arange(len(size_K)), keep, "batch", minibatch.seed)
         left = replace(minibatch, keep_NG=drawn.keep_NG, weight_NG=minibatch.weight_NG * drawn.weight_NG)
         values = [(row, torch.cat([pieces[place][1:] for place in row.members], dim=1).to(row.weight_C))
                   for row in learner.rows(left)]

@@ -19,12 +19,11 @@ from torch import Tensor
 
 from history import PromptHistory
 from infra import dist
-from leaves.drafts.proposals import AT_ONCE, Proposer, attach
+from leaves.drafts.proposals import AT_ONCE, Drafts, Proposer, Steps, attach
 from model import BACKENDS
-from records import Batch, EngineSpec, Metrics, Rolled, Sample, Segments, frozen
+from records import Batch, EngineSpec, Metrics, Rolled, Segments
 from rollout import Cache, Decoding, Ids
 
-Drafts = Sequence[Sequence[int]]
 Paths = dict[int, list[int]]  # slot -> places of its tokens in a Tree
 
 
@@ -44,31 +43,18 @@ def parts(cfg: Any, run: Any) -> Any:
     history = DraftHistory(run.history)
     if cfg.rollout.engine == "vllm":
         attach(run.engine.llm, history.drafts)
-        accepted = partial(share_accepted, cfg.rollout.tensor_parallel)
-        return replace(run, history=history, measures=(*run.measures, accepted))
-    run.engine.decoding = partial(DraftDecoding, history.drafts)
-    return replace(run, history=history, measures=(*run.measures, share_drafted))
+    else:
+        run.engine.decoding = partial(DraftDecoding, history.drafts)
+    share = partial(share_drafted, cfg.rollout.tensor_parallel)
+    return replace(run, history=history, measures=(*run.measures, share))
 
 
-def share_drafted(rolled: Rolled, batch: Batch) -> Metrics:
-    """Compute the share of tokens that needed no decoding step; nothing if there is none."""
-    samples = [s for group in rolled.groups for s in group.samples]
-    drafted = sum(s.drafted for s in samples)
-    return {"rollout/drafted": drafted / sum(s.fresh for s in samples)} if drafted else {}
-
-
-def share_accepted(sharing: int, rolled: Rolled, batch: Batch) -> Metrics:
-    """Compute the same of vLLM, of which so many ranks share an engine. Collective."""
-    accepted, Proposer.accepted = sum(dist.gather([Proposer.accepted])) / sharing, 0
+def share_drafted(sharing: int, rolled: Rolled, batch: Batch) -> Metrics:
+    """Compute the share of tokens that needed no decoding step; nothing if there is none. So many ranks share
+    an engine. Collective."""
+    saved, Steps.saved = sum(dist.gather([Steps.saved])) / sharing, 0
     tokens = sum(s.fresh for group in rolled.groups for s in group.samples)
-    return {"rollout/drafted": accepted / tokens} if accepted else {}
-
-
-@frozen
-class DraftedSample(Sample):
-    """A completion that begins as a draft does."""
-
-    drafted: int = 0       # so many of the first, which needed no decoding step
+    return {"rollout/drafted": saved / tokens} if saved else {}
 
 
 class DraftHistory(PromptHistory):
@@ -175,7 +161,6 @@ class DraftDecoding(Decoding):
     def __init__(self, drafts: dict[Ids, Drafts], *given: Any):
         self.make_cache = partial(DraftCache, drafts)
         super().__init__(*given)
-        self.drafted_N = torch.zeros_like(self.made_N)
 
     def admit(self, slots: list[int], samples: range) -> bool:
         """Start `samples` in `slots`, and follow their drafts; some may have ended then."""
@@ -203,11 +188,7 @@ class DraftDecoding(Decoding):
             moving = [slot for slot, place in places.items() if place and owners[slot] < self.count]
             for slot in moving:
                 paths[slot].append(places[slot])
-        self.drafted_N[begun_K] = self.made_N[begun_K]
+        Steps.saved += int(self.made_N[begun_K].sum())
         for pair, computed in zip(self.cache.of_slots, tree.pairs, strict=True):
             for slot, path in paths.items():  # the keys and values of the tokens that it has followed
                 pair[:, slot, :, :len(path)] = computed[:, path].transpose(1, 2)
-
-    def samples(self) -> list[Sample]:
-        return [DraftedSample(s.ids, s.logp, s.finished, drafted)
-                for s, drafted in zip(super().samples(), self.drafted_N.tolist(), strict=False)]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from collect import Sampler
 from config import NEED_ANSWER, Config, Reward
-from data import Task, Tokenizer, render_problem
+from data import Task, Tokenizer
 from infra import dist
 from infra.checks import Check, Ready
 from infra.tokenizer import as_messages
@@ -24,14 +24,12 @@ from model import Decoder
 from pack import Minibatch
 from records import Problem, PromptDraw, Row, Sample
 from reward import COMPONENTS, list_components, score
-from verify.answer import strip_spaces
 from verify.extract import extract
 from verify.grade import grade
 
 # Prompts that are tried, samples of each, and tokens of a sample.
 PROBES, SAMPLES, NEW_TOKENS = 4, 4, 32
 SOLUTIONS = 64  # gold solutions that the verifier is tried on
-ENDING = 40     # characters of a prompt's end that are compared
 
 
 def before_run(_: Config, ready: Ready) -> Ready:
@@ -57,7 +55,6 @@ def before_run(_: Config, ready: Ready) -> Ready:
               "model.attention"),
         check_ends(task.tokenizer, policy.shape.vocab_size),
         check_template(task.tokenizer, cfg.data.system_prompt),
-        check_prompts(task, cfg.data.system_prompt),
         check_verifier(task.problems),
         check_rewards(cfg.reward, task),
     )
@@ -134,17 +131,6 @@ def check_template(tokenizer: Tokenizer, system: str | None) -> Check:
     return Check("chat template opens the answer", text.startswith(without) and opening != "", repr(opening),
                  "the template ignores add_generation_prompt, so the model would continue the question; "
                  "take the template of an instruct model")
-
-
-def check_prompts(task: Task, system: str | None) -> Check:
-    """Check that a prompt's tokens end as its rendered text does."""
-    problem, ids = task.problems[0], task.prompts[0].ids
-    # Tokenizers may change white space at the ends of a text.
-    end = strip_spaces(render_problem(problem, task.tokenizer, system))[-ENDING:]
-    sampled = strip_spaces(task.tokenizer.decode(ids, special=True))[-ENDING:]
-    return Check("whole prompts are sampled from", sampled == end, f"{len(ids)} tokens that end in {end!r}",
-                 f"the tokens of {problem.id} end in {sampled!r}: the tokenizer loses or changes text; take "
-                 "the one that belongs to the model")
 
 
 def check_verifier(problems: list[Problem]) -> Check:

@@ -22,7 +22,7 @@ from rollout import TorchEngine
 from settings import leaves
 
 NAMES = ["engine's log-probs", "ratio is 1 before the update", "ends of an answer", "chat template opens the answer",
-         "whole prompts are sampled from", "verifier accepts the gold", "good answers are rewarded"]
+         "verifier accepts the gold", "good answers are rewarded"]
 SHORT = ["rollout.max_new_tokens=24", "eval.max_new_tokens=8"]
 
 
@@ -118,7 +118,6 @@ def test_a_first_problem_that_is_left_out_is_not_compared_with_the_prompt_of_ano
         tmp_path / "run", f"data.train={tmp_path / 'train.jsonl'}", "data.eval=null", "data.drop_longer=true")
     task = train.load_task(cfg)
     assert [p.id for p in task.problems] == [p.id for p in task.prompts] == ["a"]
-    assert preflight.check_prompts(task, None).passed
 
 
 @pytest.mark.slow
@@ -158,13 +157,11 @@ def task_of(folder, **reward) -> tuple:
 
 
 def test_a_tokenizer_that_changes_text_fails_both_ways(tmp_path):
-    """Prompts are not what the template wrote, and completions lack the tags that are rewarded."""
     folder = write_tiny(tmp_path / "model")
     replaced = {"type": "Replace", "pattern": {"String": "i"}, "content": "j"}
     for normalizer, passes in ((replaced, False), (None, True)):
         edit(folder, "tokenizer.json", normalizer=normalizer)
         cfg, task = task_of(tmp_path, format=1)
-        assert preflight.check_prompts(task, None).passed == passes
         assert preflight.check_rewards(cfg.reward, task).passed == passes
 
 

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from collect import Sampler
-from infra import dist, runfolder, terminal
+from infra import dist, runfolder
 from infra.lines import append, mend_log
 from leaves.soft_value.settings import SoftValue
 from loss import segment_sum
@@ -93,17 +92,14 @@ def estimate_table(
             "asked for; restore the file, or begin another run with --set out=...")
     at_once = ROUNDS_A_WRITE * sampler.sampling.slots * dist.world_size()
     chunk = max(1, at_once // settings.samples)
-    first = dist.is_first()
-    hidden = None if first else True  # None: unless there is a terminal
-    for start in tqdm(range(0, len(missing), chunk), "soft values", unit="batch", disable=hidden):
-        if first:
-            terminal.print_progress(f"soft values: {len(rewards)}/{len(prompts)} prompts")
+    for start in range(0, len(missing), chunk):
+        dist.say(f"soft values: {len(rewards)} of {len(prompts)} prompts")
         draws = [PromptDraw(prompt, epoch=-1) for prompt in missing[start:start + chunk]]
         groups = sampler.rollout(draws, range(settings.samples))
         own = sampler.score(groups).total_NG.tolist()
         newest = {draw.prompt.id: reward_K for draw, reward_K in zip(draws, own, strict=True)}
         rewards |= newest
-        if first:
+        if dist.is_first():
             append(path, *({"id": id, "rewards": reward_K} for id, reward_K in newest.items()))
     reward_NK = torch.tensor([rewards[prompt.id] for prompt in prompts], dtype=torch.float64)
     value_N = soft_value(reward_NK, settings.beta).tolist()
