@@ -54,12 +54,12 @@ def follow(drafts: Drafts, made: Any) -> list[int]:
 
 
 def to_text(tokens: Any) -> str:
-    """Write tokens as letters, in which Python is fast at finding some."""
+    """Write tokens as letters: Python is fast at finding them."""
     return tokens.tobytes().decode("utf-32-le", "surrogatepass")
 
 
 class Generators(dict):
-    """The generator of each row, from which vLLM draws row by row; `after` has its state behind each."""
+    """The generators of rows, drawn from in this order; `after` has the state of each behind its row."""
 
     def __init__(self, of_row: dict[int, torch.Generator]):
         super().__init__(of_row)
