@@ -291,6 +291,15 @@ def test_a_run_with_drafts_of_vllm_is_the_run_without_and_goes_on_as_itself(laun
 
 
 @pytest.mark.slow
+def test_the_bench_of_drafts_counts_fewer_steps():
+    done = run(sys.executable, "bench/drafts.py", "--arms", "pps", "--epochs", "2")
+    assert done.returncode == 0, done.stderr
+    first, second = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert first["with"] == first["steps without"] and max(first["tokens without a step"]) == 0
+    assert sum(second["with"]) < sum(second["steps without"]) and min(second["tokens without a step"]) > 0.1
+
+
+@pytest.mark.slow
 def test_rollouts_that_are_aborted_go_on_with_vllm(tmp_path):
     """experiments/court/abort.py: what goes on has the log-probs of the policy."""
     lines = run_twice(tmp_path, [sys.executable, "experiments/try_method.py", "abort"], "grpo_toy.yaml", "steps=3",
