@@ -56,9 +56,8 @@ SIX = {
     "dppo": (PROMPTS, COMPLETIONS),
     "pps": ("prune.completions={kind: pps, keep: 2, scope: batch, by_cost: true}",),
 }
-BEFORE = "pps-norm"  # PPS before commit f7b743d, by |A| w sqrt(length) in a shuffled order: its runs are kept
-# Controls of the claims (claims.py): CPPO's choice among all completions of a step, Dynamic Pruning as listed
-# without a refill, and GRPO on as many completions as CPPO keeps.
+# Controls of the papers' claims (RESULTS.md): CPPO's choice among all completions of a step, Dynamic Pruning
+# as listed without a refill, and GRPO on as many completions as CPPO keeps.
 CONTROLS = {
     "topk-step": ("prune.completions={kind: topk, keep: 2, scope: batch}", "loss.denominator=kept"),
     "dppo-biased": ("prune.prompts={kind: rank, drop_prob: 0.5, max_skips: 2}",
@@ -145,7 +144,7 @@ def best_rate(areas: Areas, seeds: int) -> str | None:
 def chosen_rates(results: Path) -> dict[str, str]:
     """Name the rate of each of the six and of the controls: the chosen one, or the config's."""
     shipped, areas = format_value(config.load(RECIPE).optim.lr), validated(results)
-    return {name: best_rate(areas.get(name, {}), len(TUNING_SEEDS)) or shipped for name in (*TUNED, BEFORE)}
+    return {name: best_rate(areas.get(name, {}), len(TUNING_SEEDS)) or shipped for name in TUNED}
 
 
 def tell_area(rate: str, areas: list[float]) -> str:

@@ -26,7 +26,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
-from claims import evaluations_to, judge, seconds_to
 from compare import Arms, kept_arms, tell_area, validated
 from kept_runs import (
     LEAST_EVALUATIONS,
@@ -36,12 +35,15 @@ from kept_runs import (
     area_gap,
     curve,
     difference,
+    evaluations_to,
     experiment_status,
+    judge,
     keep,
     listed,
     parser,
     print_json,
     read,
+    seconds_to,
     table,
 )
 from tqdm import tqdm

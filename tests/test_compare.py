@@ -11,7 +11,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import claims
 import compare
 import compare_opd
 import kept_runs
@@ -51,7 +50,7 @@ def section(heading: str) -> str:
 def test_results_quotes_tables_that_the_command_prints_of_what_is_kept(capsys):
     compare.report(kept_runs.RESULTS)
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert len(printed) == 2 + 10 + 5 * 2 + 3 * 6 + 2 * 9
+    assert len(printed) == 2 + 9 + 5 * 2 + 3 * 6 + 2 * 9
     assert not [line for line in printed if re.search(r"\), [012] \|", line)]  # a difference by two evaluations
     text = section("Six methods on the testbed, at equal cost")
     quoted = [line for line in text.splitlines() if line.startswith("| ")]
@@ -93,8 +92,6 @@ def test_a_comparison_that_rests_on_a_straight_line_is_none(tmp_path):
     both = arms["thrifty"], arms["grpo"]
     gap = kept_runs.area_gap(*both, "trained tokens", 1)
     assert (gap.evaluations, gap.difference, str(gap)) == ((3, 2), None, "-, 3 and 2")
-    row, = claims.of_areas(arms, "more", "trained tokens", 1, {("thrifty", "grpo"): ""})
-    assert row[2:] == ["-", "3 and 2", "not measured"]
     numbers = compare.compared(arms, ("steps", "trained tokens"), 1)
     of_grpo, of_thrifty = numbers["trained tokens"]["arms"].values()
     assert "area" not in of_grpo and "difference" not in of_thrifty["area"]
@@ -103,7 +100,7 @@ def test_a_comparison_that_rests_on_a_straight_line_is_none(tmp_path):
         kept_runs.area_of(kept_runs.curve(arms["grpo"][0]), "trained tokens", 90_000)
     assert "difference" in numbers["steps"]["arms"]["thrifty"]["area"]
     assert kept_runs.area_gap(*both, "steps", 1).difference
-    assert claims.evaluations_to(50, kept_runs.curve(arms["grpo"][0])) == 2  # the level is crossed behind the first
+    assert kept_runs.evaluations_to(50, kept_runs.curve(arms["grpo"][0])) == 2  # the level is crossed behind the first
 
 
 def test_students_law():
@@ -288,47 +285,12 @@ def test_what_is_kept_in_the_repository_is_what_the_arms_of_today_would_run():
         assert run.name == name and kept_runs.is_kept(run, kept_runs.RESULTS), name
 
 
-def test_results_quotes_verdicts_that_the_command_prints_of_what_is_kept(capsys):
-    claims.report(kept_runs.RESULTS)
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
-    assert len(rows) == 5 + 4 + 2 + 1 + 2 * 4 + 2 + 6 + 4 + 1 + 10
-    table = section("The papers' claims, one by one").replace("**", "").splitlines()
-    quoted = [line.strip("| ").split(" | ")[1:] for line in table if line.startswith("| ")][2:]
-    told = [row[1:] for row in rows if row[4] != "cannot tell" and not row[0].startswith(("cppo-", "..."))]
-    assert quoted == told
-
-
-def test_seconds_to_a_level_and_speed_by_hand(tmp_path):
+def test_seconds_to_a_level_and_verdicts_by_hand():
     second_E, accuracy_E = np.array([0.0, 10.0, 20.0]), np.array([40.0, 50.0, 45.0])
-    assert claims.seconds_to(45, second_E, accuracy_E) == 5
-    assert claims.seconds_to(39, second_E, accuracy_E) == 0
-    assert claims.seconds_to(51, second_E, accuracy_E) == math.inf
-    results = tmp_path / "results.jsonl.xz"
-    for name, gain in (("slow", 0.2), ("fast", 0.4)):
-        for seed in range(3):
-            make(results, kept_runs.Run(name, (), "1e-4", seed), gain)
-    arms = compare.kept_arms(dict.fromkeys(("slow", "fast", "absent"), "1e-4"), range(3), results)
-    assert list(arms) == ["slow", "fast"]
-    ratio, low, high, above = claims.speed_up(arms["slow"], arms["fast"], 50.0)
-    assert low <= ratio <= high and 1.5 < ratio < 2.5 and above == 3
-    assert claims.speed_up(arms["slow"], arms["fast"], 70.0)[0] == math.inf
-
-
-def test_an_interval_decides_only_where_it_leaves_out_the_bound():
-    assert [claims.verdict(*ends) for ends in ((1, 2), (-2, -1), (-1, 1))] == ["holds", "does not", "cannot tell"]
-    assert claims.agreed("holds", 3, 3) == "holds" and claims.agreed("holds", 2, 3) == "cannot tell"
-    assert claims.agreed("does not", 0, 3) == "does not" and claims.agreed("does not", 1, 3) == "cannot tell"
-    assert claims.verdict(-1.5, 1, -2) == "holds" and claims.verdict(-3, -2.5, -2) == "does not"
-
-
-def test_a_verdict_that_two_arms_carry_is_none():
-    names = [*claims.PRUNED]
-    few = {name: 0.01 if name in claims.FEWER_PROMPTS else 1 + 0.1 * i for i, name in enumerate(names)}
-    carried = {name: [50.0 if name in claims.FEWER_PROMPTS else 40 + i % 2] for i, name in enumerate(names)}
-    every, _ = claims.of_errors(few, carried, 9)
-    assert every[2].startswith("correlation -0.9") and every[-1] == "cannot tell"
-    errors = claims.gradient_errors(kept_runs.RESULTS)
-    assert len(errors) == 14 and sum(not claims.is_biased(name) for name in errors) == 7
+    assert [kept_runs.seconds_to(level, second_E, accuracy_E) for level in (45, 39, 51)] == [5, 0, math.inf]
+    told = [kept_runs.judge(kept_runs.Difference(0.0, *ends, 1.0), bound) for *ends, bound in (
+        (1, 2, 0), (-2, -1, 0), (-1, 1, 0), (-1.5, 1, -2), (-3, -2.5, -2))]
+    assert told == ["holds", "does not", "cannot tell", "holds", "does not"] and kept_runs.judge(None) == "not measured"
 
 
 def test_every_arm_of_distillation_and_of_the_law_is_a_run_that_there_can_be():
