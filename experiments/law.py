@@ -1,25 +1,49 @@
-"""What does the error of a pruned gradient cost? PPS that keeps 2 to 8 of 8, at four rates, on the long sums.
+"""What does the error of a pruned gradient cost, and does a draw by an error pay? On the testbeds.
 
-    python experiments/law.py        # 110 runs; what is kept is not run again (kept_runs)
+    python experiments/law.py        # 185 runs; what is kept is not run again (kept_runs)
+
+The law: PPS that keeps 2 to 8 of 8 at four rates on the long sums, and GRPO with 3 and 4 prompts a step. At
+equal seconds: what an error of 0.1 keeps against all, 2 of 8 and CPPO, on both testbeds.
 """
 
 import sys
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import numpy as np
-from kept_runs import Record, Run, curve, experiment_status, keep, parser, read, table
+from kept_runs import Record, Run, area_gap, curve, experiment_status, keep, parser, read, table
 from tqdm import tqdm
 
 RESULTS = Path(__file__).with_name("law.jsonl.xz")
 RATES, SEEDS, WHOLE = ("5e-5", "1e-4", "2e-4", "2.5e-5"), range(5), "keep 8"
-ARMS = {f"keep {count}": (f"prune.completions={{kind: pps, keep: {count}, scope: batch, by_cost: true}}",)
-        for count in (8, 5, 4, 3, 2)} | {f"{n} prompts": (f"rollout.prompts_per_step={n}",) for n in (3, 4)}
-PLACES = [place for place in product(RATES, ARMS) if place[0] == RATES[0] or "keep" in place[1]]
+PPS = "prune.completions={{kind: pps, {}, by_cost: true}}".format
+ARMS = {f"keep {count}": (PPS(f"keep: {count}, scope: batch"),) for count in (8, 5, 4, 3, 2)} | {
+    f"{n} prompts": (f"rollout.prompts_per_step={n}",) for n in (3, 4)} | {
+    "error 0.1": (PPS("error: 0.1"),),
+    "cppo": ("prune.completions={kind: topk, keep: 2}", "loss.denominator=kept")}
+LONG = "long sums"
+HARD = ("grpo_hard.yaml", "eval.every=15")
+TESTBEDS = {LONG: (str(RESULTS.with_name("long_sums.yaml")),), "hard toy": HARD,
+            "4 epochs": (*HARD, "update.epochs=4")}
+# Rates that the validation split chose (court.py, compare.py); by an error GRPO's; with 4 epochs one for all.
+AT_SECONDS = {LONG: {WHOLE: "5e-5", "error 0.1": "5e-5", "keep 2": "5e-5", "cppo": "1e-4"},
+              "hard toy": {WHOLE: "1e-4", "error 0.1": "1e-4", "keep 2": "5e-5", "cppo": "5e-5"},
+              "4 epochs": dict.fromkeys((WHOLE, "error 0.1", "keep 2", "cppo"), "5e-5")}
+THE_LAW = [(rate, name) for rate, name in product(RATES, [*ARMS][:7])
+           if rate == RATES[0] or name.startswith("keep")]
 
 
-def run_of(rate: str, name: str, seed: int) -> Run:
-    return Run(name, ARMS[name], rate, seed, recipe=str(RESULTS.with_name("long_sums.yaml")))
+def run_of(rate: str, name: str, seed: int, testbed: str = LONG) -> Run:
+    recipe, *more = TESTBEDS[testbed]
+    arm = name if testbed == LONG else f"{name} of {testbed}"
+    return Run(arm, (*ARMS[name], *more), rate, seed, recipe=recipe)
+
+
+def runs() -> list[Run]:
+    """List all runs, each once."""
+    pairs = [(rate, name, testbed) for testbed, arms in AT_SECONDS.items() for name, rate in arms.items()]
+    places = (product(SEEDS, pairs), product(SEEDS, [(*place, LONG) for place in THE_LAW]))
+    return [run_of(rate, name, seed, bed) for seed, (rate, name, bed) in dict.fromkeys(chain(*places))]
 
 
 def worth(these: list[Record], those: list[Record], cost: str) -> float:
@@ -30,16 +54,21 @@ def worth(these: list[Record], those: list[Record], cost: str) -> float:
     return np.interp(y_E[-1], np.maximum.accumulate(reached_E), spent_E) / x_E[-1]
 
 
-def report() -> None:
+def mean_error(records: list[Record]) -> float:
+    """Average the predicted error of the draws over steps."""
+    lines = [line for record in records for line in record.lines if "prune/kept" in line]
+    return np.mean([line.get("prune/error", 0.0) for line in lines])
+
+
+def law_rows(kept: dict[str, Record]) -> list[list[str]]:
     """Tabulate each arm's error, and what its steps are worth in steps of keeping all at the same rate."""
-    kept, rows, rng = read(RESULTS), [], np.random.default_rng(0)
-    runs = {place: [kept.get(run_of(*place, seed).name) for seed in SEEDS] for place in PLACES}
-    for (rate, name), records in runs.items():
-        pairs = [pair for pair in zip(records, runs[rate, WHOLE], strict=True) if None not in pair]
+    rows, rng = [], np.random.default_rng(0)
+    of_place = {place: [kept.get(run_of(*place, seed).name) for seed in SEEDS] for place in THE_LAW}
+    for (rate, name), records in of_place.items():
+        pairs = [pair for pair in zip(records, of_place[rate, WHOLE], strict=True) if None not in pair]
         if len(pairs) < 2:
             continue
-        lines = [line for one, _ in pairs for line in one.lines if "prune/kept" in line]
-        error = np.mean([line.get("prune/error", 0.0) for line in lines])
+        error = mean_error([one for one, _ in pairs])
         last = np.mean([curve(one).accuracy_E[-1] for one, _ in pairs])
         rows.append([rate, name, *(f"{number:.3g}" for number in (
             len(pairs), error, (1 + error) ** -0.5, 1 / (1 + error), last))])
@@ -47,15 +76,33 @@ def report() -> None:
             seeds = [range(len(pairs)), *rng.integers(0, len(pairs), (1000, len(pairs)))]
             first, *others = [worth(*zip(*(pairs[i] for i in some), strict=True), cost) for some in seeds]
             rows[-1].append("{:.2f} [{:.2f}, {:.2f}]".format(first, *np.percentile(others, (2.5, 97.5))))
-    head = "rate, arm, runs, e, (1 + e)^-1/2, (1 + e)^-1, last %, worth in steps, in seconds".split(", ")
-    print(*table(head, rows), sep="\n")
+    return rows
+
+
+def seconds_rows(kept: dict[str, Record]) -> list[list[str]]:
+    """Compare areas over CPU seconds with that of keeping all, on each testbed."""
+    rows = []
+    for testbed, arms in AT_SECONDS.items():
+        names = {name: {seed: run_of(rate, name, seed, testbed).name for seed in SEEDS}
+                 for name, rate in arms.items()}
+        of_arm = {name: {seed: kept[run] for seed, run in by_seed.items() if run in kept}
+                  for name, by_seed in names.items()}
+        rows += [[testbed, name, arms[name], str(len(by_seed)), f"{mean_error([*by_seed.values()]):.2f}",
+                  str(area_gap(by_seed, of_arm[WHOLE], "seconds", len(arms) - 1))]
+                 for name, by_seed in of_arm.items() if len(by_seed.keys() & of_arm[WHOLE].keys()) > 1]
+    return rows
 
 
 def experiment() -> None:
-    with tqdm(total=len(PLACES) * len(SEEDS), unit="run") as bar:
-        for seed, place in product(SEEDS, PLACES):
-            keep(run_of(*place, seed), RESULTS, bar)
-    report()
+    every = runs()
+    with tqdm(total=len(every), unit="run") as bar:
+        for run in every:
+            keep(run, RESULTS, bar)
+    kept = read(RESULTS)
+    law = "rate, arm, runs, e, (1 + e)^-1/2, (1 + e)^-1, last %, worth in steps, in seconds".split(", ")
+    print(*table(law, law_rows(kept)), "", sep="\n")
+    print(*table(["testbed", "arm", "rate", "runs", "e", "area over seconds less keep 8's; evaluations"],
+                 seconds_rows(kept)), sep="\n")
 
 
 if __name__ == "__main__":
