@@ -47,6 +47,7 @@ class VLLMEngine:
         self.device = spec.device
         self.dtype = spec.dtype
         self.sleeps = spec.sleeps
+        self.quantized = spec.quantization != "none"
         self.peak_bytes = 0  # of the device, as seen before each sleep and each sync
         model = empty_model(spec.folder, spec.dtype)
         self.expected = dict(model.named_hf_tensors())
@@ -77,7 +78,10 @@ class VLLMEngine:
             self.llm.wake_up(["weights"])
         stream = ((name, dist.gather_full(t, self.device, self.dtype))
                   for name, t in policy.named_hf_tensors())
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
+        if self.quantized:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
+        else:  # its weights are as they are stored: one copy each, where a reload makes three
+            self.llm.apply_model(lambda model: model.load_weights(stream))
         if self.sleeps:
             self.llm.wake_up(["kv_cache"])
         self.asleep = False

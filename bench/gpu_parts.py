@@ -431,7 +431,7 @@ def sync_seconds(bench: Bench, engine: Engine, policy: Decoder) -> dict[str, lis
     if bench.engine == "vllm":
         weights, cache = (timing(name, engine.llm.wake_up) for name in ("wake weights s", "wake cache s"))
         engine.llm.wake_up = lambda tags: (weights if tags == ["weights"] else cache)(tags)
-        engine.llm.collective_rpc = timing("reload s", engine.llm.collective_rpc)
+        engine.llm.apply_model = timing("load s", engine.llm.apply_model)
     for _ in range(1 + bench.sizes.times):
         timing("sleep s", engine.sleep)()
         timing("sync s", engine.sync)(policy)

@@ -3,6 +3,7 @@
 import importlib
 import os
 import subprocess
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -46,6 +47,10 @@ class Recorder:
         self.calls.append(method)
         for _ in kwargs["weights_iterator"]:
             pass
+
+    def apply_model(self, function: Callable) -> None:
+        self.calls.append("load")
+        function(SimpleNamespace(load_weights=list))
 
     def reset_prefix_cache(self) -> bool:
         self.calls.append("reset")
@@ -105,10 +110,12 @@ def test_nccl_alone_adds_up_what_the_ranks_of_an_engine_hold(ranks, monkeypatch)
         assert said.call_args.args[1] == kernels
 
 
-@pytest.mark.parametrize("sleeps", [True, False])
-def test_an_engine_that_never_sleeps_is_never_told_to(sleeps, recorded):
-    """Nor to wake up, which vLLM refuses without its sleep mode. Both want a sync before they sample."""
-    engine = recorded(sleeps=sleeps)
+@pytest.mark.parametrize(("sleeps", "quantization", "load"), [
+    (True, "none", "load"), (False, "none", "load"), (False, "fp8", "reload_weights")])
+def test_an_engine_that_never_sleeps_is_never_told_to(sleeps, quantization, load, recorded):
+    """Nor to wake up, which vLLM refuses without its sleep mode. Both want a sync before they sample. vLLM's own reload
+    is for weights that it quantizes."""
+    engine = recorded(sleeps=sleeps, quantization=quantization)
     assert engine.llm.given["enable_sleep_mode"] == sleeps
     engine.device = torch.device("cpu")
     policy = Weights().policy(str(TOY), TOY, torch.float32)
@@ -118,9 +125,9 @@ def test_an_engine_that_never_sleeps_is_never_told_to(sleeps, recorded):
     with pytest.raises(RuntimeError, match="no weights; sync it first"):
         engine.generate(ask([(1,)], [0], 1), 1.0)
     engine.sync(policy)
-    sync = ["wake up weights", "reload_weights", "wake up kv_cache", "reset"]
+    sync = ["wake up weights", load, "wake up kv_cache", "reset"]
     asleep = ["sleep 2", *sync, "sleep 2", *sync]
-    assert engine.llm.calls == (asleep if sleeps else ["reload_weights", "reset"] * 2)
+    assert engine.llm.calls == (asleep if sleeps else [load, "reset"] * 2)
 
 
 def test_the_most_memory_in_use_is_seen_before_each_sleep_and_each_sync(recorded, monkeypatch):
