@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import PRECISION, ROOT, write_tiny
+from test_vllm import MODELS, SIZE
 
 from infra import runfolder
 
@@ -240,7 +241,7 @@ from leaves.drafts.proposals import Steps, attach
 from records import Request
 from step import prepare
 cfg = config.load("grpo_hard.yaml", ["rollout.engine=vllm", "rollout.drafts=true", "rollout.stop=['=1', '=7']",
-                                     "model.dtype=float32"])
+                                     "model.dtype=float32", *sys.argv[1:]])
 _, sampler, history = prepare(cfg, train.load_task(cfg))
 drafts, draws = {}, history.draw(8)
 attach(sampler.engine.llm, drafts)
@@ -257,15 +258,18 @@ for law in ((1.0, 1.0), (0.7, 0.9), (0.0, 1.0)):
     for one, other in zip(plain, sample(0, *law), strict=True):
         assert one.ids == other.ids and one.finished == other.finished
         assert max((abs(a - b) for a, b in zip(one.logp, other.logp, strict=True)), default=0) < 1e-4
-    assert Steps.saved - before > 0.3 * sum(len(s.ids) for s in plain), law
+    least = 0.02 if sys.argv[1:] else 0.3
+    assert Steps.saved - before > least * sum(len(s.ids) for s in plain), law
     by_a_text = [s.finished and s.ids[-1] not in sampler.tokenizer.eos_ids for s in plain]
-    assert any(by_a_text) or law[0] == 0
+    assert any(by_a_text) or law[0] == 0 or sys.argv[1:]
 """
 
 
 @pytest.mark.skipif(not PRECISION.exact, reason="in bfloat16 two tokens may be equally likely")
-def test_drafts_change_no_sample_of_vllm():
-    done = run(sys.executable, "-c", TWICE)
+@pytest.mark.parametrize("family", ["", pytest.param("qwen3", marks=pytest.mark.slow)])
+def test_drafts_change_no_sample_of_vllm(family, tmp_path):
+    of_family = [f"model.path={write_tiny(tmp_path, **SIZE | MODELS[family])}"] if family else []
+    done = run(sys.executable, "-c", TWICE, *of_family)
     assert done.returncode == 0, done.stderr
 
 
