@@ -50,6 +50,7 @@ class Counted:
         self.steps, saved, start = 0, Steps.saved, process_time()
         samples = self.engine.generate(*given, **named)
         self.rollouts.append({"steps": self.steps, "tokens": sum(s.length for s in samples),
+                              "ids": [[*s.ids] for s in samples],
                               "saved": Steps.saved - saved,
                               "seconds": process_time() - start})
         return samples
@@ -82,7 +83,7 @@ def main() -> None:
         with_drafts, plain = (rollouts_of(arm, drafts, args.epochs) for drafts in (True, False))
         for epoch in range(args.epochs):
             pairs = list(zip(with_drafts, plain, strict=True))[3 * epoch:3 * epoch + 3]
-            assert all(one["tokens"] == other["tokens"] for one, other in pairs)
+            assert all(one["ids"] == other["ids"] for one, other in pairs)
             rows.append({"arm": arm, "epoch": epoch + 1,
                          "steps without": [other["steps"] for _, other in pairs],
                          "with": [one["steps"] for one, _ in pairs],

@@ -254,21 +254,21 @@ for law in ((1.0, 1.0), (0.7, 0.9), (0.0, 1.0)):
     before = Steps.saved
     plain = sample(0, *law)
     assert Steps.saved == before
-    drafts |= {draw.prompt.ids: [s.ids for s in others[8 * n:8 * n + 8]] for n, draw in enumerate(draws)}
+    known = plain if sys.argv[1:] else others  # samples of a random model have nothing in common
+    drafts |= {draw.prompt.ids: [s.ids for s in known[8 * n:8 * n + 8]] for n, draw in enumerate(draws)}
     for one, other in zip(plain, sample(0, *law), strict=True):
         assert one.ids == other.ids and one.finished == other.finished
         assert max((abs(a - b) for a, b in zip(one.logp, other.logp, strict=True)), default=0) < 1e-4
-    least = 0.02 if sys.argv[1:] else 0.3
-    assert Steps.saved - before > least * sum(len(s.ids) for s in plain), law
+    assert Steps.saved - before > 0.3 * sum(len(s.ids) for s in plain), law
     by_a_text = [s.finished and s.ids[-1] not in sampler.tokenizer.eos_ids for s in plain]
     assert any(by_a_text) or law[0] == 0 or sys.argv[1:]
 """
 
 
 @pytest.mark.skipif(not PRECISION.exact, reason="in bfloat16 two tokens may be equally likely")
-@pytest.mark.parametrize("family", ["", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["qwen2", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_drafts_change_no_sample_of_vllm(family, tmp_path):
-    of_family = [f"model.path={write_tiny(tmp_path, **SIZE | MODELS[family])}"] if family else []
+    of_family = [f"model.path={write_tiny(tmp_path, **SIZE | MODELS[family])}"] if family != "qwen2" else []
     done = run(sys.executable, "-c", TWICE, *of_family)
     assert done.returncode == 0, done.stderr
 
