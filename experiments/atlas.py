@@ -1,6 +1,6 @@
 """How far is each estimator's mean from the true gradient, and how large is its variance? Exactly.
 
-    python experiments/atlas.py   # tables, and one JSON line with all rows: under a minute on one core
+    python experiments/atlas.py [--method FILE.py]   # tables, and a JSON line with all rows: a minute or two
 
 All groups of a step, and all outcomes of a pruner's draw, are gone through with their probabilities
 (enumeration.py, estimators.py). For an estimator g and the gradient grad J of the mean reward over prompts,
@@ -15,43 +15,22 @@ Dimension key: that of enumeration.py.
 import itertools
 import json
 import math
+import sys
 from collections.abc import Callable
+from fractions import Fraction
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import enumeration as world
+import strangers
 import torch
-from enumeration import (
-    GO_ON,
-    MAX_LEN,
-    OWN,
-    READ,
-    SKIPPING,
-    TEACHER,
-    THETA,
-    TRAINED,
-    TREES,
-    Problem,
-    Steps,
-    all_steps,
-    make_problem,
-    policy,
-    reward_of,
-)
-from estimators import (
-    ADVANTAGES,
-    CONTROLS,
-    PRUNERS,
-    REGIONS,
-    Estimator,
-    all_draws,
-    compare,
-    gradients,
-    second_epoch_bias,
-)
-from kept_runs import table
+from enumeration import MAX_LEN, SKIPPING, Problem, Steps, all_steps, lengths_of, make_problem, reward_of
+from estimators import ADVANTAGES, CONTROLS, PRUNERS, REGIONS, Estimator, all_draws, compare, gradients
+from kept_runs import experiment_status, parser, table
 from torch import Tensor
 
-EXACT = 1e-12
+EXACT, TINY = 1e-12, 1e-9
 
 
 # ---- estimators of the literature: what multiplies grad logp, [S, N, G] or of each token [S, N, G, L]
@@ -102,7 +81,7 @@ def survivors(problem: Problem, steps: Steps, baseline: str) -> Tensor:
     """
     reward_SNG = reward_of(problem, steps).nan_to_num()
     there_SNG = steps.there_SNG.double()
-    weight_SNG = there_SNG / steps.look_up(GO_ON)
+    weight_SNG = there_SNG / steps.look_up(world.GO_ON)
     if baseline == "weighed":
         baseline_SNG = others(weight_SNG * reward_SNG) / (problem.size - 1)
     elif baseline == "normalised":
@@ -165,7 +144,7 @@ LITERATURE = {  # name -> what multiplies grad logp, and the rule for prompts
 
 def gap(problem: Problem) -> Tensor:
     """Compute log teacher - log student of every token, [Q, K, L]; 0 behind the end."""
-    taught_QKL, _ = policy(TREES["unequal"], THETA + TEACHER + OWN)
+    taught_QKL, _ = world.policy(world.TREES["unequal"], world.THETA + world.TEACHER + world.OWN)
     return taught_QKL - problem.logp_QKL
 
 
@@ -197,7 +176,7 @@ def kept_tokens(problem: Problem, rule: str) -> Tensor:
         drifted_QKL = ((problem.logp_QKL + gap(problem)) < math.log(0.3)).cumsum(dim=2)
         return drifted_QKL.roll(1, dims=2).index_fill(2, torch.tensor(0), 0) == 0
     unsure_QKL = -(p_QKL - 0.5).abs()
-    return unsure_QKL >= unsure_QKL[problem.logp_QKL < 0].median()
+    return unsure_QKL >= unsure_QKL[problem.logp_QKL < 0].median() - EXACT  # p and 1 - p are as unsure
 
 
 def taught(problem: Problem, steps: Steps, rule: str = "") -> Tensor:
@@ -205,7 +184,8 @@ def taught(problem: Problem, steps: Steps, rule: str = "") -> Tensor:
     adv_QKL = gap(problem) + state_kl(problem) * (rule == "baseline")
     if rule in ("prefix", "drift", "entropy"):
         adv_QKL = adv_QKL * kept_tokens(problem, rule)
-    chance_QK = {"both": READ * TRAINED, "second": TRAINED}.get(rule, torch.ones_like(READ))
+    both_QK = world.READ * world.TRAINED
+    chance_QK = {"both": both_QK, "second": world.TRAINED}.get(rule, torch.ones_like(both_QK))
     weight_SNG = steps.there_SNG / steps.look_up(chance_QK)
     return weight_SNG[..., None] * steps.look_up(adv_QKL) / steps.completions
 
@@ -218,6 +198,74 @@ LITERATURE |= {
     "the first token (a prefix)": (partial(taught, rule="prefix"), "taught"),
     "up to a drift (Prune-OPD)": (partial(taught, rule="drift"), "taught"),
     "tokens of high entropy (TIP)": (partial(taught, rule="entropy"), "taught"),
+}
+
+
+# ---- methods of 2026, in forms as simple as they can be
+
+def recent(problem: Problem, steps: Steps, rule: str) -> Tensor:
+    """Multiply grad logp as advantages of 2026 do, [S, N, G].
+
+    median     MC-GRPO (arXiv:2601.22582): z-scores around the median. Inferred: the deviation is GRPO's
+    mean       MaxRL (2602.02710): (r - mean) / mean, which is for log J of each prompt
+    soft mean  OAPL (2602.19362) where the policy is the old one: r - beta log mean exp(r / beta), beta 1/2
+    target     TPO (2604.06159): q - p within the group, q ~ p exp(z). Inferred: p is the group's share of pi
+    posterior  AERO (2602.14338): r less the mean with one right and one wrong added. Inferred
+    history    HA-DW (2601.08521): z exp(-sign(z) (mean - 1/2)). Inferred: lambda 1, a constant anchor
+    pilot      Pilot-Commit (2605.26606): a third only behind two that differ. Inferred from the abstract
+    """
+    reward_SNG, size = reward_of(problem, steps), problem.size
+    mean_SN1 = total(reward_SNG) / size
+    z_SNG = (reward_SNG - mean_SN1) / (reward_SNG.std(dim=2, keepdim=True) + 1e-4)
+    if rule == "pilot":
+        differ_SN1 = (reward_SNG[..., :1] != reward_SNG[..., 1:2])
+        there = steps._replace(there_SNG=differ_SN1 | (torch.arange(size) < 2))
+        adv_SNG = compare(problem, there, "leave_one_out").nan_to_num() * size / total(there.there_SNG)
+    elif rule == "target":
+        logp_SNG = steps.look_up(problem.logp_QKL.sum(dim=2))
+        adv_SNG = size * ((logp_SNG + z_SNG).softmax(dim=2) - logp_SNG.softmax(dim=2))
+    else:
+        middle_SNG = reward_SNG.median(dim=2, keepdim=True).values
+        adv_SNG = {"median": (reward_SNG - middle_SNG) / (reward_SNG.std(dim=2, keepdim=True) + 1e-4),
+                   "mean": ratio(reward_SNG - mean_SN1, mean_SN1),
+                   "soft mean": reward_SNG - 0.5 * (total((2 * reward_SNG).exp()) / size).log(),
+                   "posterior": reward_SNG - (total(reward_SNG) + 1) / (size + 2),
+                   "history": z_SNG * (-z_SNG.sign() * (mean_SN1 - 0.5)).exp()}[rule]
+    return adv_SNG / steps.completions
+
+
+LITERATURE |= {name: (partial(recent, rule=rule), "recent") for name, rule in (
+    ("MC-GRPO", "median"), ("MaxRL", "mean"), ("OAPL", "soft mean"), ("TPO", "target"), ("AERO", "posterior"),
+    ("HA-DW", "history"), ("Pilot-Commit", "pilot"))}
+
+
+# ---- two turns: the policy's token, an environment's reply, and the policy's token behind it
+
+def turns(problem: Problem, steps: Steps, rule: str = "") -> Tensor:
+    """Multiply grad logp of each token, [S, N, G, L]. The reply is the second; one of two was truncated."""
+    def compared(rewards_QK: Tensor, there_SNG: Tensor = steps.there_SNG) -> Tensor:
+        there_SNG = there_SNG.double()
+        reward_SNG = steps.look_up(rewards_QK) * there_SNG
+        return there_SNG * (reward_SNG - ratio(others(reward_SNG), others(there_SNG)))
+
+    first_QK, second_QK = problem.component_CQK / 2
+    whole_SNG = lengths_of(problem, steps) == 3
+    adv_SNG1 = compared(first_QK + second_QK)[..., None]
+    if rule == "dropped":
+        adv_SNG1 = compared(first_QK + second_QK, whole_SNG)[..., None]
+    by_turn = {"own": first_QK, "to go": first_QK + second_QK}.get(rule)
+    if by_turn is not None:
+        adv_SNG1 = torch.stack([compared(by_turn), *[compared(second_QK)] * 2], dim=3)
+    replied_L = torch.arange(MAX_LEN) == 1
+    return adv_SNG1 * (torch.ones(MAX_LEN) if rule == "replies" else ~replied_L) / steps.completions
+
+
+LITERATURE |= {
+    "the outcome, replies masked": (turns, "turns"),
+    "the outcome, replies trained on": (partial(turns, rule="replies"), "turns"),
+    "each turn by the rewards from it on": (partial(turns, rule="to go"), "turns"),
+    "each turn by its own reward": (partial(turns, rule="own"), "turns"),
+    "truncated ones dropped, prune.truncated": (partial(turns, rule="dropped"), "turns"),
 }
 
 
@@ -245,6 +293,7 @@ PROBLEMS = {
     "one prompt, 0/1": {"prompts": (1,), "size": 4},
     "one prompt, graded, equal lengths": {"lengths": "equal", "prompts": (0,), "size": 4},
     "two prompts, 0/1, equal lengths": {"lengths": "equal", "graded": False, "size": 4},
+    "two turns": {"lengths": "turns", "size": 2},
 }
 
 
@@ -253,37 +302,41 @@ def problem_of(name: str) -> Problem:
     return make_problem(**PROBLEMS[name])
 
 
-def summary(target_P: Tensor, chance_R: Tensor, gradient_RP: Tensor, trained_RNG: Tensor) -> dict[str, float]:
-    """Compute scale, bias and variance, and the mean number of completions that have a gradient."""
+def summary(target_P: Tensor, chance_R: Tensor, gradient_RP: Tensor) -> dict[str, float]:
+    """Compute scale, bias and variance."""
     mean_P = chance_R @ gradient_RP
     scale = mean_P @ target_P / target_P.square().sum()
     size = scale.abs() * target_P.norm()
     spread_R = (gradient_RP - mean_P).square().sum(dim=1)
-    trained_R = trained_RNG.double().sum(dim=(1, 2))
     figures = {"scale": scale, "bias": (mean_P - scale * target_P).norm() / size,
-               "variance": chance_R @ spread_R / size.square(), "trained": chance_R @ trained_R}
+               "variance": chance_R @ spread_R / size.square()}
     return {name: figure.item() for name, figure in figures.items()}
+
+
+def outcomes(row: Row) -> tuple[Steps, Tensor, Tensor, Tensor]:
+    """Go through all steps of a row: with each its gradient [R, P], its advantages or factors [R, N, G], and
+    which of its completions are trained on."""
+    problem = problem_of(row.problem)
+    if isinstance(row.chosen, str):
+        estimate, prompts = LITERATURE[row.chosen]
+        steps = all_steps(problem, "on-policy", prompts)
+        factor = estimate(problem, steps)
+        told_RNG = factor if factor.dim() == 3 else factor.abs().amax(dim=3)
+        return steps, gradients_by(factor, problem, steps), told_RNG, told_RNG != 0
+    drawn = all_draws(problem, row.chosen)
+    trained_RNG = drawn.keep_RNG & (drawn.adv_RNG != 0)
+    return drawn.steps, gradients(problem, drawn, row.chosen), drawn.adv_RNG, trained_RNG
 
 
 @cache
 def measure(row: Row) -> dict[str, float]:
     """Compute a row's figures."""
     problem = problem_of(row.problem)
-    target_P = problem.target()
-    if isinstance(row.chosen, str):
-        estimate, prompts = LITERATURE[row.chosen]
-        steps = all_steps(problem, "on-policy", prompts)
-        if prompts in DISTILLED:
-            target_P = taught_target(problem)
-        factor = estimate(problem, steps)
-        gradient_RP = gradients_by(factor, problem, steps)
-        trained_RNG = factor != 0 if factor.dim() == 3 else (factor != 0).any(dim=3)
-    else:
-        drawn = all_draws(problem, row.chosen)
-        steps = drawn.steps
-        gradient_RP = gradients(problem, drawn, row.chosen)
-        trained_RNG = drawn.keep_RNG & (drawn.adv_RNG != 0)
-    return summary(target_P, steps.chance_S, gradient_RP, trained_RNG)
+    taught = isinstance(row.chosen, str) and LITERATURE[row.chosen][1] in DISTILLED
+    steps, gradient_RP, _, trained_RNG = outcomes(row)
+    target_P = taught_target(problem) if taught else problem.target()
+    trained = steps.chance_S @ trained_RNG.double().sum(dim=(1, 2))
+    return summary(target_P, steps.chance_S, gradient_RP) | {"trained": trained.item()}
 
 
 def each(field: str, names: Any) -> list[Row]:
@@ -296,8 +349,8 @@ def crossed(rows: list[Row], field: str, values: Any) -> list[Row]:
     return [Row(row.name, row.chosen._replace(**{field: value}), value) for row in rows for value in values]
 
 
-def of_literature(*rules: str) -> list[Row]:
-    return [Row(name, name) for name, (_, prompts) in LITERATURE.items() if prompts in rules]
+def of_literature(*rules: str, problem: str = "main") -> list[Row]:
+    return [Row(name, name, problem=problem) for name, (_, prompts) in LITERATURE.items() if prompts in rules]
 
 
 DISTILLED = ("taught", "drawn")
@@ -316,7 +369,7 @@ OVER_KEPT = ("topk", "bernoulli", "pps", "pods", "variance")
 GSPO = Row("clip_sequence, normalize: sequence", Estimator(trust="clip_sequence", normalize="sequence"))
 TABLES = {
     "Advantages": crossed(each("advantage", ADVANTAGES), "normalize", (*FORMS, "constant")),
-    "One prompt": [Row(row.name, row.chosen, name, name) for row in CASES for name in list(PROBLEMS)[1:]],
+    "One prompt": [Row(row.name, row.chosen, name, name) for row in CASES for name in list(PROBLEMS)[1:5]],
     "Pruned completions": [
         *each("completions", PRUNERS),
         *(Row(f"{name}, over the kept", Estimator(completions=name, **KEPT)) for name in OVER_KEPT),
@@ -334,6 +387,12 @@ TABLES = {
     ],
     "Aborted rollouts": [Row("none aborted"), *of_literature("aborted", "threshold", "balance")],
     "Distillation": of_literature(*DISTILLED),
+    "Methods of 2026": [
+        *of_literature("recent"),
+        Row("Cost-Aware Learning", Estimator(completions="pps by cost")),
+        *(Row(name, Estimator(trust=name, behind="near")) for name in ("CTPO", "CPPO of prefixes", "SAO")),
+    ],
+    "Two turns": of_literature("turns", problem="two turns"),
     "Allocation": [
         Row("3 and 3"),
         *of_literature("ragged"),
@@ -363,16 +422,13 @@ def grid() -> list[Row]:
 
 # ---- tables
 
-def bias_text(bias: float) -> str:
-    return "exact" if bias < EXACT else f"{bias:.3f}"
-
-
 def table_of(rows: list[Row]) -> list[str]:
     """Write a table; one with columns has the bias in each, and the variance in brackets."""
     lines: dict[str, list[str]] = {}
     for row in rows:
         figures = measure(row)
-        bias, variance = bias_text(figures["bias"]), f"{figures['variance']:.2f}"
+        bias = "exact" if figures["bias"] < EXACT else f"{figures['bias']:.3f}"
+        variance = f"{figures['variance']:.2f}"
         whole = [f"{figures['scale']:.2f}", bias, variance, f"{figures['trained']:.1f}"]
         lines.setdefault(row.name, []).extend([f"{bias} ({variance})"] if row.column else whole)
     columns = dict.fromkeys(row.column for row in rows if row.column)
@@ -380,47 +436,99 @@ def table_of(rows: list[Row]) -> list[str]:
     return table(["", *head], [[name, *cells] for name, cells in lines.items()])
 
 
-def problem_table() -> list[str]:
-    """Write down the completions of the main problem: length, and by prompt reward and probabilities."""
-    problem = problem_of("main")
-    head = ["completion", "tokens"]
-    for q in (1, 2):
-        head.append(f"{q}: reward")
-        head += [f"{q}: p, {name}" for name in problem.sampled]
-    body = []
-    for k, name in enumerate(TREES["unequal"]):
-        cells = [name, str(problem.len_K[k].item())]
-        for q in (0, 1):
-            cells.append(f"{problem.reward_QK[q, k]:g}")
-            cells += [f"{logp_QKL[q, k].sum().exp():.2f}" for logp_QKL in problem.sampled.values()]
-        body.append(cells)
-    return table(head, body)
-
-
 def tables() -> dict[str, list[str]]:
     """Compute all tables, by title."""
-    computed = {"Problem": problem_table()} | {title: table_of(rows) for title, rows in TABLES.items()}
-    body = []
-    for name in ("bernoulli", "pps", "pps of the step"):
-        chosen = Estimator(completions=name)
-        biases = [second_epoch_bias(problem_of("main"), chosen, redrawn) for redrawn in (False, True)]
-        body.append([name, *map(bias_text, biases)])
-    computed["Second epochs"] = table(["bias at its own weights", "with the first draw", "redrawn"], body)
-    return computed
+    return {title: table_of(rows) for title, rows in TABLES.items()}
 
 
 def all_rows() -> list[dict[str, Any]]:
     """Compute every row once, those of the page first."""
     by_choices = {(row.problem, row.chosen): row for row in (*itertools.chain(*TABLES.values()), *grid())}
-    lines = []
-    for row in by_choices.values():
-        literature = isinstance(row.chosen, str)
-        choices = {"literature": row.chosen} if literature else row.chosen._asdict()
-        lines.append({"problem": row.problem, **choices, **measure(row)})
-    return lines
+    return [{"problem": row.problem, **({"literature": row.chosen} if isinstance(row.chosen, str)
+             else row.chosen._asdict()), **measure(row)} for row in by_choices.values()]
+
+
+# ---- a method of somebody's own, and the smallest world in which one is biased
+
+WORLDS = {f"{name}, groups of {size}": {"size": size, "lengths": lengths, "rewards": rewards}
+          for name, lengths, rewards, sizes in (
+    ("one prompt, one token, rewards 0/1", "one", [[0, 1]], (2, 3)),
+    ("one prompt, one or two tokens, rewards 0/1", "short", [[0, 1, 0]], (2, 3)),
+    ("one prompt, one or two tokens, graded rewards", "short", [[0, 1, 0.5]], (2, 3)),
+    ("two prompts, one or two tokens, rewards 0/1", "short", [[0, 1, 0], [1, 0, 0]], (2,)),
+    ("two prompts, one to three tokens, graded rewards", "unequal", None, (2, 3)),
+) for size in sizes}
+PROBLEMS |= WORLDS
+
+
+def short(number: float) -> str:
+    """Write a fraction if it is one, or else a decimal."""
+    fraction = Fraction(number).limit_denominator(512)
+    return str(fraction) if abs(fraction - number) < TINY else f"{number:.4f}"
+
+
+def vector(x_P: Tensor) -> str:
+    return f"({', '.join(map(short, x_P.tolist()))})"
+
+
+def counterexample(row: Row) -> list[str]:
+    """Tell the smallest world in which the mean points off the true gradient, with all sums."""
+    for name in WORLDS:
+        placed = row._replace(problem=name)
+        figures = measure(placed)
+        if not (figures["bias"] < TINY and figures["scale"] > 0):
+            told = "The mean is {scale:.4f} times the true gradient, and {bias:.4f} of that off."
+            return [f"Biased in a world of {name}:", "", *by_hand(placed), "", told.format(**figures)]
+    return [f"Exact in all {len(WORLDS)} worlds tried, from one token to {name}."]
+
+
+def by_hand(row: Row) -> list[str]:
+    """Write down the completions of a world, and its steps, alike ones together."""
+    problem, (steps, gradient_RP, told_RNG, trained_RNG) = problem_of(row.problem), outcomes(row)
+    sampled_QKL = problem.sampled["on-policy" if isinstance(row.chosen, str) else row.chosen.behind]
+    sums: dict[tuple[str, str], float] = {}
+    fields = (steps.id_SNG, told_RNG, trained_RNG, steps.chance_S)
+    for *step, chance, gradient_P in zip(*(x.tolist() for x in fields), gradient_RP, strict=True):
+        groups = [sorted(f"{problem.names[k]}:{short(told) if trained else '-'}"
+                  for k, told, trained in zip(*group, strict=True)) for group in zip(*step, strict=True)]
+        if gradient_P.abs().max() > TINY:
+            key = ", ".join(map(" ".join, groups)), vector(gradient_P)
+            sums[key] = sums.get(key, 0.0) + chance
+    body = []
+    for q, k in itertools.product(*map(range, problem.reward_QK.shape)):
+        chances = (short(logp_QKL[q, k].sum().exp().item()) for logp_QKL in (problem.logp_QKL, sampled_QKL))
+        reward, score = short(problem.reward_QK[q, k].item()), vector(problem.full_QKP[q, k])
+        body.append([f"{q + 1}: {problem.names[k]}", *chances, reward, score])
+    lines = [[text, short(chance), gradient] for (text, gradient), chance in sums.items()]
+    return [*table(["prompt: completion", "chance", "... when sampled", "reward", "grad logp"], body), "",
+            f"True gradient, sum of chance x reward x grad logp by prompts: {vector(problem.target())}", "",
+            *table(["completion:advantage, or - if not trained on", "chance", "gradient"], lines), "",
+            f"Mean, the sum of chance x gradient: {vector(steps.chance_S @ gradient_RP)}"]
+
+
+def try_own(name: str, recipe: str | None, settings: list[str]) -> None:
+    """Print a method's figures beside the entries of its kind, and its counterexample."""
+    known = {row.name: row for row in TABLES["Methods of 2026"]}
+    if name in known:
+        rows, mine = TABLES["Methods of 2026"], known[name]
+    else:
+        chosen, field = strangers.take(name, recipe, settings)
+        chosen = chosen._replace(behind="near" if field == "trust" else "on-policy")
+        names = {"advantage": ADVANTAGES, "completions": PRUNERS, "trust": REGIONS | CONTROLS}[field]
+        mine = Row(Path(name).stem, chosen)
+        rows = [*(Row(key, chosen._replace(**{field: key})) for key in names if key != strangers.MINE), mine]
+    told = counterexample(mine)  # first: the small worlds show whether a pruner draws
+    print(*table_of(rows), "", mine.chosen, "", *told, sep="\n")
 
 
 if __name__ == "__main__":
+    options = parser(__doc__)
+    options.add_argument("--method", help="a Python file, one of court/, or a row of Methods of 2026")
+    options.add_argument("--config", help="of --method: a yaml file, or the name of one in configs/")
+    options.add_argument("--set", action="append", default=[], help="of --method: change one setting")
+    args = options.parse_args()
+    if args.method:
+        sys.exit(experiment_status(lambda: try_own(args.method, args.config, args.set)))
     for title, lines in tables().items():
         print("\n".join([f"\n{title}\n", *lines]), flush=True)
     print(json.dumps({"experiment": "atlas", "rows": all_rows()}))

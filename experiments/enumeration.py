@@ -7,6 +7,7 @@ N groups of a step,  G completions of a group.
 """
 
 import itertools
+import math
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -26,28 +27,30 @@ from settings import kinds  # noqa: E402
 MAX_LEN = 3  # tokens
 # A token is a choice (prefix, 1 or 0) by the logit of its prefix, which is a parameter.
 TREES = {
-    "unequal": {
-        "e": [(0, 0)],
-        "ae": [(0, 1), (1, 0)],
-        "aae": [(0, 1), (1, 1), (2, 0)],
-        "aaa": [(0, 1), (1, 1), (2, 1)],
-    },
-    "equal": {
-        "aa": [(0, 1), (1, 1)],
-        "ab": [(0, 1), (1, 0)],
-        "ba": [(0, 0), (2, 1)],
-        "bb": [(0, 0), (2, 0)],
-    },
+    "one": {"e": [(0, 0)], "a": [(0, 1)]},
+    "short": {"e": [(0, 0)], "ae": [(0, 1), (1, 0)], "aa": [(0, 1), (1, 1)]},
+    "unequal": {"e": [(0, 0)], "ae": [(0, 1), (1, 0)],
+                "aae": [(0, 1), (1, 1), (2, 0)], "aaa": [(0, 1), (1, 1), (2, 1)]},
+    "equal": {"aa": [(0, 1), (1, 1)], "ab": [(0, 1), (1, 0)], "ba": [(0, 0), (2, 1)], "bb": [(0, 0), (2, 0)]},
 }
+# An environment replies x or y to a token, and the policy has one more; behind "ay" there is no room for it.
+TREES["turns"] = {word: [(0, int(word[0] == "a")), (0, int(word[1] == "x")),
+                         (1 + (word[1] == "x"), int(word[-1] == "a"))][:len(word)]
+                  for word in ("axa", "axb", "ay", "bxa", "bxb", "bya", "byb")}
 
 
 def numbers(values: list) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+REPLY_K = numbers([0.7, 0.7, 0.3, 0.4, 0.4, 0.6, 0.6])
+REWARDS_OF_TURNS = numbers([[[1, 1, 0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 0, 0]],   # the first turn's, by prompt
+                            [[1, 0, 0, 0, 1, 1, 0], [0, 1, 0, 1, 0, 0, 1]]])
+
 THETA = numbers([0.3, -0.2, 0.4])
 OWN = numbers([[0.5, 0.2, -0.4], [-0.9, 0.6, 0.7]])  # fixed logits of each prompt
 AWAY = numbers([-0.9, 0.8, -0.6])  # from the policy to the one that sampled
+BY_HAND = numbers([-2.0, 2.0, 2.0]) * math.log(3)  # in its place: half of it makes 1/2 a quarter
 BEHIND = {"on-policy": 0.0, "near": 0.5, "far": 2.0}
 # Two components; the reward is their mean. The first prompt's is 0, 1/2 or 1, the second's 0 or 1.
 GRADED = numbers([[[1, 0, 1, 0], [1, 1, 0, 0]], [[0, 0, 1, 0], [1, 1, 0, 0]]])
@@ -82,6 +85,7 @@ class Problem:
     score_QKLP: Tensor   # the gradient of logp_QKL
     sampled: dict[str, Tensor]  # logp_QKL of the policy that samples, by its distance
     size: int            # completions of a group
+    own_L: Tensor        # 0 for the place of an environment's reply, else 1
 
     @property
     def reward_QK(self) -> Tensor:
@@ -90,7 +94,7 @@ class Problem:
     @property
     def full_QKP(self) -> Tensor:
         """Sum the scores of each completion's tokens."""
-        return self.score_QKLP.sum(dim=2)
+        return torch.einsum("qklp,l->qkp", self.score_QKLP, self.own_L)
 
     def target(self) -> Tensor:
         """Compute grad J of the mean reward over prompts under the current policy."""
@@ -102,8 +106,9 @@ class Problem:
 def policy(tree: dict, logit_QP: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the log-prob [Q, K, L] of each token, and its gradient [Q, K, L, P]."""
     Q, P = logit_QP.shape
-    logp_QKL = logit_QP.new_zeros(Q, len(tree), MAX_LEN)
-    score_QKLP = logit_QP.new_zeros(Q, len(tree), MAX_LEN, P)
+    longest = max(MAX_LEN, *map(len, tree.values()))
+    logp_QKL = logit_QP.new_zeros(Q, len(tree), longest)
+    score_QKLP = logit_QP.new_zeros(Q, len(tree), longest, P)
     for k, path in enumerate(tree.values()):
         for t, (prefix, choice) in enumerate(path):
             logit_Q = logit_QP[:, prefix]
@@ -114,16 +119,23 @@ def policy(tree: dict, logit_QP: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def make_problem(lengths: str = "unequal", prompts: tuple[int, ...] = (0, 1), graded: bool = True,
-                 size: int = 3) -> Problem:
-    """Make the problem of these prompts; not `graded`: the first one's reward is 0/1 too."""
-    tree = TREES[lengths]
-    own_QP = OWN[list(prompts)]
+                 size: int = 3, rewards: list | None = None) -> Problem:
+    """Make the problem of these prompts; not `graded`: the first one's reward is 0/1 too. With `rewards` of
+    its own it is one to go through by hand: all chances are 1/2, and 1/4 or 3/4 of the policy near it."""
+    tree, own_L = TREES[lengths], torch.ones(MAX_LEN, dtype=torch.float64)
+    own_QP, away = OWN[list(prompts)], AWAY
     component_CQK = GRADED[:, list(prompts)]
+    if rewards:
+        own_QP, away, component_CQK = -THETA.expand(len(rewards), 3), BY_HAND, numbers(rewards)[None]
     logp_QKL, score_QKLP = policy(tree, THETA + own_QP)
-    sampled = {name: policy(tree, THETA + far * AWAY + own_QP)[0] for name, far in BEHIND.items()}
+    sampled = {name: policy(tree, THETA + far * away + own_QP)[0] for name, far in BEHIND.items()}
+    if lengths == "turns":  # the policy has an opinion of replies, but the environment draws them
+        own_L[1], component_CQK = 0, REWARDS_OF_TURNS[:, list(prompts)]
+        for table_QKL in (logp_QKL, *sampled.values()):
+            table_QKL[..., 1] = REPLY_K.log()
     len_K = torch.tensor([len(path) for path in tree.values()])
     return Problem(tuple(tree), component_CQK if graded else component_CQK[1:], len_K, logp_QKL, score_QKLP,
-                   sampled, size)
+                   sampled, size, own_L)
 
 
 # ---- the steps that may happen
@@ -224,7 +236,7 @@ def prompt_chances(kind: str) -> tuple[list[float], list[float]]:
 def all_steps(problem: Problem, behind: str, prompts: str) -> Steps:
     """Go through all rollouts of a step under a rule for its prompts.
 
-    all, taught  every prompt once
+    all, taught, recent, turns  every prompt once
     bernoulli, pps, rank  skipped by their history (prune.PROMPTS), not replaced
     refill       the next prompt of the data in place of one without differences, two in all: DAPO
     same refill  the same prompt anew until its rewards differ

@@ -8,27 +8,21 @@ M completions to draw from,  C tokens of completions, end to end.
 
 import itertools
 import math
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from enumeration import MAX_LEN, OWN, THETA, TREES, Problem, Steps, all_steps, lengths_of, policy, reward_of
+from court.ctpo import Cumulative, cumulative
+from enumeration import MAX_LEN, Problem, Steps, all_steps, lengths_of, reward_of
 from torch import Tensor
 
+import prune
 from advantage import advantage
+from config import ConfigError
 from leaves.soft_value.join import soft_value
 from leaves.soft_value.settings import SoftValue
 from loss import TRUST, engine_weight, segment_sum, token_weight
-from prune import (
-    COMPLETIONS,
-    Candidates,
-    below_mean,
-    gradient_size,
-    inclusion,
-    similar_order,
-    systematic,
-    thin,
-)
 from records import Group, LogProbs, Prompt, Pruned, Rewards, Sample
 from settings import kinds
 
@@ -64,6 +58,7 @@ PRUNERS = {
     "pps": kinds.Pps(keep=2, size="adv"),
     "pps of the step": kinds.Pps(keep=2, scope="batch", size="adv"),
     "pps of the step by surprise": kinds.Pps(keep=2, scope="batch"),
+    "pps by cost": kinds.Pps(keep=2, scope="batch", by_cost=True, size="adv"),  # Cost-Aware, arXiv:2604.28020
     "pods": kinds.Pods(keep=2),
     "pods, compared with all": kinds.Pods(keep=2, compare="all"),
     "variance": kinds.VarianceShare(share=0.7),
@@ -97,16 +92,24 @@ def ratio_so_far(logps: LogProbs) -> Tensor:
     return torch.cat(parts).exp()
 
 
-def truncated_ratio(logps: LogProbs) -> Tensor:
-    """Compute TIS, min(pi / pi_old, 2), as `loss.tis_cap` does."""
-    return engine_weight(logps.logp_C, logps.old_logp_C, logps.segment_C, cap=2.0, mask_ratio=None)
+def prefix_budget(logps: LogProbs) -> Tensor:
+    """Return the ratio while probabilities have moved by less than 0.1 so far, in the mean: CPPO
+    (arXiv:2606.10968). Inferred: the budget, and one threshold for all places."""
+    moved_C = (logps.logp_C.exp() - logps.old_logp_C.exp()).abs()
+    parts = [moved_C[logps.segment_C == s] for s in logps.segment_C.unique()]
+    mean_C = torch.cat([part.cumsum(dim=0) / torch.arange(1, len(part) + 1) for part in parts])
+    return torch.where(mean_C > 0.1, 0.0, log_ratio(logps).exp())
 
 
 CONTROLS = {
+    "CTPO": lambda logps: cumulative(logps, Cumulative()),  # of experiments/court
+    "CPPO of prefixes": prefix_budget,
+    "SAO": lambda logps: (r := log_ratio(logps).exp()) * ((r > 0.7) & (r < 6)),  # arXiv:2607.07508
     "ratio of the completion": completion_ratio,
     "ratio of the tokens so far": ratio_so_far,
     "token ratio": lambda logps: log_ratio(logps).exp(),
-    "token ratio, at most 2": truncated_ratio,
+    "token ratio, at most 2": lambda logps: engine_weight(
+        logps.logp_C, logps.old_logp_C, logps.segment_C, cap=2.0, mask_ratio=None),  # as loss.tis_cap
 }
 
 
@@ -138,7 +141,7 @@ def compare(problem: Problem, steps: Steps, kind: str) -> Tensor:
     if kind == "soft_value":  # under an initial policy that has each completion equally often
         value_Q = soft_value(problem.reward_QK, ADVANTAGES[kind].beta)
         return reward_SNG - value_Q[steps.prompt_SN][..., None]
-    first_U, kind_S = distinct(reward_SNG)
+    first_U, kind_S = distinct(reward_SNG, *([steps.prompt_SN, steps.id_SNG] if kind == MINE else []))
     adv_UNG = [advantage(rewards_of(problem, steps, s), ADVANTAGES[kind]) for s in first_U]
     return torch.stack(adv_UNG)[kind_S]
 
@@ -146,6 +149,9 @@ def compare(problem: Problem, steps: Steps, kind: str) -> Tensor:
 # ---- pruning
 
 Draws = list[tuple[float, Pruned]]  # the outcomes of a draw, with their probabilities
+DRAWN = {"pps"}      # kinds that draw among a group's completions, whatever their places
+SEEDS, MOST = 16, 400  # at least, at most: draws of a kind that is known by its draws alone
+MINE = "mine"  # of a stranger's file: it may read more of a step than rewards
 
 
 @cache
@@ -166,48 +172,65 @@ def groups_of(problem: Problem, behind: str, steps: Steps, s: int) -> list[Group
 
 def combs(size_M: Tensor, order_M: Tensor, count: float) -> list[tuple[float, Tensor, Tensor]]:
     """Go through the starts of systematic sampling: chance of an outcome, probabilities, and the kept."""
-    prob_M = inclusion(size_M, count)
+    prob_M = prune.inclusion(size_M, count)
     sorted_M = prob_M[order_M]
     ends = sorted_M[sorted_M < 1].cumsum(0) % 1
     edges = sorted({0.0, 1.0, *ends.tolist()})
-    return [(b - a, prob_M, systematic(prob_M, order_M, (a + b) / 2))
+    return [(b - a, prob_M, prune.systematic(prob_M, order_M, (a + b) / 2))
             for a, b in itertools.pairwise(edges) if b - a > 1e-14]
 
 
-def draw_proportionally(given: Candidates, settings: kinds.Pps) -> Draws:
+def draw_proportionally(given: prune.Candidates, settings: kinds.Pps) -> Draws:
     """Go through the outcomes of pps."""
-    size_NG = gradient_size(given, settings.size, settings.by_cost)
+    size_NG = prune.gradient_size(given, settings.size, settings.by_cost)
     N = len(size_NG)
     parts = 1 if settings.scope == "batch" else N
-    by_part = zip(size_NG.view(parts, -1), similar_order(given).view(parts, -1), strict=True)
+    by_part = zip(size_NG.view(parts, -1), prune.similar_order(given).view(parts, -1), strict=True)
     draws = [combs(size_M, order_M % len(order_M), settings.keep * N / parts) for size_M, order_M in by_part]
     outcomes = []
     for drawn in itertools.product(*draws):
         chances, probs, keeps = zip(*drawn, strict=True)
         prob_NG, keep_NG = (torch.stack(of_parts).view_as(size_NG) for of_parts in (probs, keeps))
-        outcomes.append((math.prod(chances), thin(prob_NG, keep_NG)))
+        outcomes.append((math.prod(chances), prune.thin(prob_NG, keep_NG)))
     return outcomes
 
 
-def draw_each(given: Candidates, settings: kinds.Bernoulli) -> Draws:
+def draw_each(given: prune.Candidates, settings: kinds.Bernoulli) -> Draws:
     """Go through all outcomes of independent draws."""
-    prob_NG = below_mean(given.adv_NG, settings.drop_prob)
+    prob_NG = prune.below_mean(given.adv_NG, settings.drop_prob)
     choices = [[True] if prob == 1 else [True, False] for prob in prob_NG.flatten().tolist()]
     outcomes = []
     for bits in itertools.product(*choices):
         keep_NG = torch.tensor(bits).view_as(prob_NG)
         chance = torch.where(keep_NG, prob_NG, 1 - prob_NG).prod().item()
-        outcomes.append((chance, thin(prob_NG, keep_NG)))
+        outcomes.append((chance, prune.thin(prob_NG, keep_NG)))
     return outcomes
 
 
-def outcomes_of(given: Candidates, settings: Any) -> Draws:
+def outcomes_of(given: prune.Candidates, settings: Any) -> Draws:
     """Go through the outcomes of one step's draw; kinds without chance have one."""
     if settings.kind == "pps":
         return draw_proportionally(given, settings)
     if settings.kind == "bernoulli":
         return draw_each(given, settings)
-    return [(1.0, COMPLETIONS[settings.kind](given, settings))]
+    drawn = prune.COMPLETIONS[settings.kind](given, settings)
+    return draw_by_seeds(given, settings, drawn.prob_NG) if (drawn.prob_NG % 1 > 0).any() else [(1.0, drawn)]
+
+
+def draw_by_seeds(given: prune.Candidates, settings: Any, prob_NG: Tensor) -> Draws:
+    """Draw by seeds, and scale weights so that their means are by the chances that the kind states. Raises
+    ConfigError if it keeps completions more or less often."""
+    DRAWN.add(settings.kind)
+    draws, often_NG = [], torch.zeros_like(prob_NG)
+    while len(draws) < SEEDS or (often_NG[prob_NG > 0] == 0).any():
+        draws.append(prune.COMPLETIONS[settings.kind](replace(given, seed=len(draws)), settings))
+        often_NG += draws[-1].keep_NG
+        off = (often_NG - len(draws) * prob_NG).sum().abs()
+        if len(draws) > MOST or off > 1 + 5 * (len(draws) * prob_NG * (1 - prob_NG)).sum().sqrt():
+            raise ConfigError(f"prune.completions.kind={settings.kind} states chances of {prob_NG.tolist()}, "
+                              f"and keeps {often_NG.tolist()} times in {len(draws)} draws")
+    scale_NG = (len(draws) * prob_NG / often_NG).nan_to_num()
+    return [(1 / len(draws), replace(drawn, weight_NG=drawn.weight_NG * scale_NG)) for drawn in draws]
 
 
 def draw_kinds(problem: Problem, steps: Steps, adv_SNG: Tensor, chosen: Estimator,
@@ -216,13 +239,13 @@ def draw_kinds(problem: Problem, steps: Steps, adv_SNG: Tensor, chosen: Estimato
     settings = PRUNERS[chosen.completions]
     reward_SNG = reward_of(problem, steps)
     keys = [adv_SNG, reward_SNG]
-    if settings.kind == "pps":
+    if settings.kind == "pps" or chosen.completions == MINE:
         keys += [steps.prompt_SN, steps.id_SNG]
     first_U, kind_S = distinct(*keys)
     draws = []
     for s in first_U:
         groups = groups_of(problem, chosen.behind, steps, s)
-        given = Candidates(
+        given = prune.Candidates(
             adv_SNG[s], groups, chosen.normalize, advantage_only=True, seed=0, reward_NG=reward_SNG[s])
         draws.append(outcomes_of(given, settings))
     return draws, kind_S
@@ -247,7 +270,7 @@ def in_order(steps: Steps) -> Steps:
 def draw(problem: Problem, steps: Steps, chosen: Estimator) -> Drawn:
     """Compare and prune the completions of all steps, in all outcomes of the draw."""
     settings = PRUNERS[chosen.completions]
-    if settings.kind == "pps":  # reads no places, so permuted groups have one gradient, and are one step
+    if settings.kind in DRAWN:  # reads no places, so permuted groups have one gradient, and are one step
         steps = in_order(steps)
     adv_SNG = compare(problem, steps, chosen.advantage)
     draws, kind_S = draw_kinds(problem, steps, adv_SNG, chosen)
@@ -321,32 +344,3 @@ def gradients(problem: Problem, drawn: Drawn, chosen: Estimator) -> Tensor:
     sign_RNG = drawn.adv_RNG.sign().long() + 1
     pull_RNGP = pull_RNG3P.take_along_dim(sign_RNG[..., None, None], dim=3).squeeze(3)
     return torch.einsum("rng,rngp->rp", factors(problem, drawn, chosen), pull_RNGP)
-
-
-RATE = 5.0  # of a step along the gradient, whose norm is 0.17 here in the mean
-
-
-def second_epoch_bias(problem: Problem, chosen: Estimator, redrawn: bool) -> float:
-    """Compute how far the mean gradient of a second epoch is off the full batch's at the same weights, over
-    its norm. The first epoch has taken a step of RATE; tokens have their ratios to the policy before it.
-    """
-    drawn = all_draws(problem, chosen)
-    chance_R = drawn.steps.chance_S
-    factor_RNG = factors(problem, drawn, chosen)
-    everything = drawn._replace(keep_RNG=drawn.steps.there_SNG, weight_RNG=torch.ones_like(factor_RNG))
-    full_RNG = factors(problem, everything, chosen)
-    theta_RP = THETA + RATE * gradients(problem, drawn, chosen)
-    logit_RQP = theta_RP[:, None] + OWN
-    logp_QKL, score_QKLP = policy(TREES["unequal"], logit_RQP.flatten(end_dim=1))  # a prompt Q for each of R
-    ratio_QKL = (logp_QKL - problem.logp_QKL.repeat(len(theta_RP), 1, 1)).exp()
-    pull_QKP = torch.einsum("qkl,qklp->qkp", ratio_QKL, score_QKLP)
-    first_R11 = len(OWN) * torch.arange(len(theta_RP))[:, None, None]
-    pull_RNGP = pull_QKP[drawn.steps.prompt_SN[..., None] + first_R11, drawn.steps.id_SNG]
-    if redrawn:  # the mean over all outcomes of another draw on the same step
-        by_step = factor_RNG.new_zeros(int(drawn.of_R.max()) + 1, *factor_RNG.shape[1:])
-        chances = by_step[:, 0, 0].index_add(0, drawn.of_R, chance_R)
-        weighed_RNG = chance_R[:, None, None] * factor_RNG
-        factor_RNG = (by_step.index_add(0, drawn.of_R, weighed_RNG) / chances[:, None, None])[drawn.of_R]
-    mean_P, full_P = (torch.einsum("r,rng,rngp->p", chance_R, factor, pull_RNGP)
-                      for factor in (factor_RNG, full_RNG))
-    return ((mean_P - full_P).norm() / full_P.norm()).item()

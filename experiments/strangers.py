@@ -1,0 +1,75 @@
+"""Take a method that one file brings into the atlas's tables, as the entry MINE (atlas.py --method)."""
+
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+from estimators import ADVANTAGES, MINE, PRUNERS, REGIONS, Estimator
+from torch import Tensor
+from try_method import COURT, KINDS, check_chosen, find_method, load, name_of, plug_in
+
+import config
+from config import ConfigError
+from prune import Candidates
+from records import LogProbs, Pruned
+
+OURS = {"ADVANTAGES": ("advantage", ADVANTAGES), "COMPLETIONS": ("completions", PRUNERS),
+        "TRUST": ("trust", REGIONS)}
+RECIPE = str(COURT.parent / "long_sums.yaml")
+NOT_HERE = {
+    "wrap": "it replaces the sampler, and decides by hashes of seeds; rows have aborts, refills, allocations",
+    "weigh": "it reads packed rows, and the atlas has none; rows have token baselines",
+}
+
+
+def checked(function: Callable, name: str, given: Any, settings: Any) -> Any:
+    """Call a stranger's function. Raises ConfigError for whatever it raises, and for a wrong shape or nan."""
+    try:
+        result = function(given, settings)
+    except Exception as error:
+        raise ConfigError(f"{name} raised {type(error).__name__}: {error}".partition("\n")[0]) from error
+    field = {Candidates: "adv_NG", LogProbs: "logp_C"}.get(type(given), "total_NG")
+    like = getattr(given, field)
+    pruned = isinstance(result, Pruned)
+    for part in (result.keep_NG, result.weight_NG, result.prob_NG) if pruned else (result,):
+        got = [*part.shape] if isinstance(part, Tensor) else type(part).__name__
+        if got != [*like.shape]:
+            raise ConfigError(f"{name} returned {got}, and must return a tensor of {[*like.shape]}")
+        if not (part.isfinite() | like.isnan() & (not pruned)).all():
+            raise ConfigError(f"{name} returned nan or inf: {part.tolist()}")
+    return result
+
+
+def take(name: str, recipe: str | None, settings: list[str]) -> tuple[Estimator, str]:
+    """Plug a method's file in; return its row's choices, and the one that is its own. What its config has of
+    the court's recipe is as on the atlas's page. Raises ConfigError."""
+    path = find_method(name)
+    try:
+        method = load(path)
+    except Exception as error:
+        raise ConfigError(f"{path.name} raised {type(error).__name__}: {error}".partition("\n")[0]) from error
+    plug_in(method)
+    for key, why in NOT_HERE.items():
+        if hasattr(method, key):
+            raise ConfigError(f"{path.name}: the atlas cannot express {key}: {why}; court.py --method can")
+    own = [key for key in OURS if hasattr(method, key)]
+    beside = path.with_suffix(".yaml")
+    theirs = config.load(RECIPE)
+    cfg = config.load(recipe or (str(beside) if beside.is_file() else RECIPE), settings)
+    check_chosen(method, cfg)
+    choices = {}
+    for field in ("normalize", "denominator"):
+        chosen = getattr(cfg.loss, field)
+        if chosen != getattr(theirs.loss, field) or any(s.startswith(f"loss.{field}") for s in settings):
+            choices[field] = chosen
+    for key, (field, known) in OURS.items():
+        section = attrgetter(KINDS[key][1])(cfg)
+        if section != attrgetter(KINDS[key][1])(theirs):
+            known[MINE] = section
+            choices[field] = MINE
+    for key in own:
+        table = KINDS[key][2]
+        for kind, function in getattr(method, key).items():
+            table[name_of(kind)] = partial(checked, function, f"{path.name}: {name_of(kind)}")
+    return Estimator(**choices), next(OURS[key][0] for key in own if OURS[key][0] in choices)
