@@ -22,6 +22,8 @@ import torch  # noqa: E402
 from enumeration import numbers, policy  # noqa: E402
 from estimators import completion_ratio, ratio_so_far  # noqa: E402
 from kept_runs import table  # noqa: E402
+from matplotlib import rc_context  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from advantage import leave_one_out  # noqa: E402
@@ -173,27 +175,16 @@ def bias_table(surveys: dict[float, dict]) -> list[str]:
 
 
 def draw(name: str, across: list[float], lines: dict[str, list[float]], labels: tuple[str, str]) -> None:
-    """Write a picture of lines over one another, with marks at the numbers across."""
-    title = f"{labels[1]} against {labels[0]}"
-    top, left, right, low, high = max(map(max, lines.values())), 50, 430, 230, 20
-    def place(x: float, y: float) -> str:
-        return f"{left + (right - left) * x / across[-1]:.0f},{low - (low - high) * y / top:.0f}"
-
-    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 700 280" font-family="sans-serif">',
-             f"<title>{title}</title>", '<rect width="700" height="280" fill="white"/>',
-             f'<path d="M{left},{high} V{low} H{right}" fill="none" stroke="black"/>']
-    for x in across[-4:]:
-        at = place(x, 0).split(",")[0]
-        parts.append(f'<text x="{at}" y="{low + 18}" text-anchor="middle">{x:.2g}</text>')
-    for y in (0, top / 2, top):
-        parts.append(f'<text x="{left - 6}" y="{place(0, y).split(",")[1]}" text-anchor="end">{y:.2g}</text>')
-    parts += [f'<text x="{(left + right) // 2}" y="{low + 38}" text-anchor="middle">{labels[0]}</text>',
-              f'<text x="{left}" y="{high - 6}" text-anchor="middle">{labels[1]}</text>']
-    for i, (key, values) in enumerate(sorted(lines.items(), key=lambda line: -line[1][-1])):
-        points = " ".join(place(x, y) for x, y in zip(across, values, strict=True))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{SHOWN[key]}" stroke-width="2"/>')
-        parts.append(f'<text x="{right + 12}" y="{high + 14 + 20 * i}" fill="{SHOWN[key]}">{key}</text>')
-    Path(__file__).with_name(name).write_text("\n".join([*parts, "</svg>", ""]))
+    """Write a picture of lines over one another."""
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure = Figure(figsize=(7.5, 3), layout="constrained")
+        axes = figure.subplots()
+        for key, values in sorted(lines.items(), key=lambda line: -line[1][-1]):
+            axes.plot(across, values, label=key, color=SHOWN[key], marker=".")
+        axes.set(xlabel=labels[0], ylabel=labels[1], ylim=(0, None))
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside right upper", frameon=False)
+        figure.savefig(Path(__file__).with_name(name), metadata={"Date": None})
 
 
 def main() -> None:
@@ -202,11 +193,11 @@ def main() -> None:
     print(*bias_table(surveys), "", sep="\n")
     draw("asynchrony_bias.svg", nats,
          {name: [middle(told[name], 1) for told in surveys.values()] for name in SHOWN},
-         ("mean |log ratio| of a token, nats", "bias"))
+         ("distance: mean |log ratio| of a token, nats", "bias"))
     by_length = {length: survey(length, 2.0, WORLDS // 3) for length in LENGTHS}
     draw("asynchrony_variance.svg", [*LENGTHS],
          {name: [middle(told[name], 2) for told in by_length.values()] for name in SHOWN},
-         ("tokens", "variance / fresh"))
+         ("tokens of a completion", "variance, over that of fresh samples"))
     for name in SHOWN:
         print(f"{name}: bias by length", *(f"{middle(told[name], 1):.3f}" for told in by_length.values()))
 

@@ -97,43 +97,6 @@ BUGS = {
     "learner": [
         ("rate * group.get(\"lr_scale\", 1.0)", "rate", "loop"),
         ("    model.zero_grad()\n    return norm", "    return norm", "loop")],
-    "infra/checkpoint": [
-        ("if p.requires_grad} or named", "if p.requires_grad} or {}", "loop"),
-        ("tried = sorted(steps, key=lambda path: step_of(path) > last)",
-         "tried = [path for path in steps if step_of(path) <= last]", "lost"),
-        ('if steps and named not in ("", steps[0].name):', "if False:", "lost"),
-        ('refuse(step, find_damage(step, "policy/"))', "pass", "lost"),
-        ("if differing := list(differences(first, other)):", "if differing := False:", "one_run")],
-    "infra/runfolder": [
-        ("if hashlib.sha256(begins).hexdigest() != digest:", "if False:", "lost"),
-        ("            flush(path)\n", "", "lost"),
-        ("if here.samefile(out):", "if True:", "lost"),
-        ("if refused := refused_changes(there, now):", "if refused := []:", "one_run")],
-    "infra/signals": [
-        ("except OSError as error:", "except BlockingIOError as error:", "damaged"),
-        ("return error.filename or next(iter(paths), \"a file\")", "return error.filename", "damaged")],
-    "infra/terminal": [
-        ("text = CONTROL.sub(", "_ = CONTROL.sub(", "damaged")],
-    "infra/export": [
-        ("except SafetensorError as error:  # its own name", "except BlockingIOError as error:  #", "damaged")],
-    "infra/tokenizer": [
-        ("if i in self.ends], default=to)", "if False], default=to)", "dialects"),
-        ("own = sample.ids[start:to], len(texts) % 2 == 0", "own = sample.ids[start:to], True", "environment"),
-        ("texts if to > start else texts[:-2]", "texts", "dialects"),
-        ("texts.append(opened + text)", "texts.append(text)", "environment"),
-        ('!= aside.sub("", kept):', '== "":', "damaged"),
-        ("if marker in text and len(self.rust.encode(marker, add_special_tokens=False)) != 1:", "if False:", "damaged"),
-    ],
-    "infra/trial": [("gc.disable()", "pass", "damaged")],
-    "infra/weights": [
-        ("if (folder / LIST).exists() and damage:", "if False:", "damaged"),
-        ("if not file.is_relative_to(root) and not", "if False and not", "damaged")],
-    "config": [('"in [-1e6, 1e6]"', '"in [-1e309, 1e309]"', "config")],
-    "settings/loader": [(r're.search("[\ud800-\udfff]", text)', "False", "damaged")],
-    "train": [("{how_to_go_on(path.parent)}", "the policy before it is in the newest checkpoint", "train")],
-    "verify/workers": [("or had >= seconds + 1", "", "grade"), ("and not runs", "", "grade"),
-                       ("self.limits.once or", "", "grade")],
-    "verify/host": [("self.end_strays()\n        for", "for", "grade")],
     "records": [
         ("in self.weights.items() if weight]", "in self.weights.items()]", "unbiased"),
         ("total_NG.round(decimals=12)", "total_NG", "advantage")],
@@ -168,18 +131,6 @@ BUGS = {
         ("replies=((0, len(ids)),)", "replies=((1, len(ids)),)", "environment"),
         ("dist.max_over_ranks(len(going_on)) if self.lock_step else going_on", "going_on", "environment"),
         ("finished=False, cut=True", "cut=True", "environment")],
-    "leaves/environment/calls": [
-        ('said, objects = THOUGHT.sub("", turn),', "said, objects = turn,", "environment"),
-        ("if not said.strip() and (TAGS.search(turn) or re.search(objects, turn)):", "if False:", "environment"),
-        ("values = [error]", "pass", "environment"),
-        ("values += value if isinstance(value, list) else [value]", "values += [value]", "environment"),
-        ("BETWEEN.match(body, place).end()", "place", "environment")],
-    "leaves/environment/replies": [
-        ("self.encode(anchor + text)[len(self.encode(anchor)):]", "self.encode(text)", "dialects"),
-        ("or token == self.closing", "", "environment"),
-        ("!= start + tail + closed + tail", "!= start + tail + closed + tail and False", "dialects"),
-        ("if not whole.startswith(start)", "if False", "dialects"),
-        ("return ids if closed else", "return ids if True else", "environment")],
     "leaves/critic/gae": [
         ("same_segment = segment_C[m:] == segment_C[:-m]", "same_segment = segment_C[m:] >= 0", "gae"),
         ("lam_C[:-m] ** m * total_C[m:]", "lam_C[:-m] * total_C[m:]", "gae"),

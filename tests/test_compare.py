@@ -103,12 +103,9 @@ def test_a_comparison_that_rests_on_a_straight_line_is_none(tmp_path):
     assert kept_runs.evaluations_to(50, kept_runs.curve(arms["grpo"][0])) == 2  # the level is crossed behind the first
 
 
-def test_students_law():
-    for df, t in ((1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (7, 2.365), (10, 2.228)):
-        gap = kept_runs.difference([1.0, 3.0] + [2.0] * (df - 1), [0.0] * (df + 1), comparisons=1)
-        assert gap.high - gap.mean == pytest.approx(t * (2 / df / (df + 1)) ** 0.5, rel=2e-4)
-        p = kept_runs.difference([t - 1, t + 1], [0.0, 0.0], comparisons=1).p
-        assert p == pytest.approx(2 * math.atan(1 / t) / math.pi)  # one degree: Cauchy's law
+def test_a_difference_and_an_area_by_hand():
+    p = kept_runs.difference([2.0, 4.0], [0.0, 0.0], comparisons=1).p
+    assert p == pytest.approx(2 * math.atan(1 / 3) / math.pi)  # one degree: Cauchy's law
     gap = kept_runs.difference([3.0, 5.0, 4.0], [1.0, 2.0, 3.0], comparisons=1)
     assert (gap.mean, gap.high - gap.mean) == pytest.approx((2.0, 4.3027 * 1 / 3 ** 0.5), abs=1e-3)
     assert kept_runs.area(np.array([0.0, 2.0]), np.array([10.0, 30.0]), 0, 1) == 15
