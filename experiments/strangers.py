@@ -49,10 +49,10 @@ def take(name: str, recipe: str | None, settings: list[str]) -> tuple[Estimator,
         method = load(path)
     except Exception as error:
         raise ConfigError(f"{path.name} raised {type(error).__name__}: {error}".partition("\n")[0]) from error
-    plug_in(method)
-    for key, why in NOT_HERE.items():
+    for key, why in NOT_HERE.items():  # before it is plugged into the product
         if hasattr(method, key):
             raise ConfigError(f"{path.name}: the atlas cannot express {key}: {why}; court.py --method can")
+    plug_in(method)
     own = [key for key in OURS if hasattr(method, key)]
     beside = path.with_suffix(".yaml")
     theirs = config.load(RECIPE)
