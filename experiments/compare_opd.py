@@ -27,7 +27,8 @@ def drawn(keep: int, size: str, by_cost: bool = True) -> str:
 
 ARMS = {
     "whole": (),
-    **{f"{size} {keep}/8": (drawn(keep, size),) for size in ("surprise", "nats", "length") for keep in KEPT},
+    **{f"{size} {keep}/8": (drawn(keep, size),) for size in ("surprise", "nats") for keep in KEPT},
+    **{f"length {keep}/8": (drawn(keep, "length", False),) for keep in KEPT},  # over its cost it is random
     **{f"random {keep}/8": (drawn(keep, "adv", False),) for keep in KEPT},
     "surprise 4/8, then 2/8": (drawn(4, "surprise"), "teacher.keep=2"),
     "prefix of 24": ("rollout.max_new_tokens=24",),  # biased: what lies behind is never taught
