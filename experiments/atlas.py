@@ -518,7 +518,9 @@ def try_own(name: str, recipe: str | None, settings: list[str]) -> None:
         mine = Row(Path(name).stem, chosen)
         rows = [*(Row(key, chosen._replace(**{field: key})) for key in names if key != strangers.MINE), mine]
     told = counterexample(mine)  # first: the small worlds show whether a pruner draws
-    print(*table_of(rows), "", mine.chosen, "", *told, sep="\n")
+    choices = mine.chosen if isinstance(mine.chosen, str) else ", ".join(
+        f"{field}: {value}" for field, value in mine.chosen._asdict().items())
+    print(*table_of(rows), "", choices, "", *told, sep="\n")
 
 
 if __name__ == "__main__":

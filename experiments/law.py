@@ -1,6 +1,6 @@
 """What does the error of a pruned gradient cost, and does a draw by an error pay? On the testbeds.
 
-    python experiments/law.py        # 185 runs; what is kept is not run again (kept_runs)
+    python experiments/law.py        # 160 runs; what is kept is not run again (kept_runs)
 
 The law: PPS that keeps 2 to 8 of 8 at four rates on the long sums, and GRPO with 3 and 4 prompts a step. At
 equal seconds: what an error of 0.1 keeps against all, 2 of 8 and CPPO, on both testbeds.
