@@ -101,6 +101,7 @@ class Pool:
         self.asked.put(None)
 
     def answer(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited by what it starts; others get them
         worker = None
         while waiting := self.asked.get():
             future, asked = waiting
@@ -167,7 +168,9 @@ class Fork:
             status = int(self.fate.recv(64) or -signal.SIGKILL)
             if status == -signal.SIGKILL:
                 raise Killed from None
-            raise OverLimit(how(status)) from None
+            if status == -signal.SIGPROF:
+                raise OverLimit(TIME) from None
+            raise OverLimit(f"signal {-status}" if status < 0 else "an exit of its own") from None
         try:
             good, value = pickle.loads(answer)
         except Exception as error:  # the function has written to the channel itself
@@ -250,13 +253,6 @@ def connect() -> tuple[Connection, socket, socket, socket]:
     (ours, theirs), (fate, told) = socketpair(), socketpair(AF_UNIX, SOCK_SEQPACKET)
     ours.setsockopt(SOL_SOCKET, SO_RCVTIMEO, pack("ll", STALLED, 0))
     return Connection(ours.detach()), fate, theirs, told
-
-
-def how(status: int) -> str:
-    """Say how a process ended by itself."""
-    if status == -signal.SIGPROF:
-        return TIME
-    return f"signal {-status}" if status < 0 else "an exit of its own"
 
 
 def is_ready(seconds: float, pid: int, *places: object) -> bool:

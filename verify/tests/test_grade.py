@@ -244,22 +244,22 @@ def test_verify_imports_nothing_else_of_this_repository():
 
 SIGNALLED = """
 import os, signal, subprocess, time
-from verify.workers import Limits, call
+from verify.workers import STOP_SIGNALS, Limits, call
 
-if __name__ == "__main__":
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)
-    limits, processes = Limits(2 << 30, 1, 3.0), set()
-    for moment in ("starting", "working"):
-        calls = [call(time.sleep, 0.3, limits=limits), call(os.getpid, limits=limits)]
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+for number in STOP_SIGNALS:
+    signal.signal(number, lambda *_: None)
+limits, processes = Limits(2 << 30, 1, 3.0), set()
+for moment in ("starting", "working"):
+    calls = [call(time.sleep, 0.3, limits=limits), call(os.getpid, limits=limits)]
+    while not calls[0].done():  # at every moment
+        for number in STOP_SIGNALS:
             os.killpg(0, number)
-        processes.add([call.result() for call in calls][1])
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # and to a worker alone
-        os.kill([*processes][0], number)
-    processes.add(call(os.getpid, limits=limits).result())
-    child = call(subprocess.run, ["sh", "-c", "kill -TERM $$; echo lives"], limits=limits).result()
-    print(len(processes), child.returncode)
+    processes.add(calls[1].result())
+for number in STOP_SIGNALS:  # and to a worker alone
+    os.kill([*processes][0], number)
+processes.add(call(os.getpid, limits=limits).result())
+child = call(subprocess.run, ["sh", "-c", "kill -TERM $$; echo lives"], limits=limits).result()
+print(len(processes), child.returncode)
 """
 
 
