@@ -168,9 +168,7 @@ class Fork:
             status = int(self.fate.recv(64) or -signal.SIGKILL)
             if status == -signal.SIGKILL:
                 raise Killed from None
-            if status == -signal.SIGPROF:
-                raise OverLimit(TIME) from None
-            raise OverLimit(f"signal {-status}" if status < 0 else "an exit of its own") from None
+            raise OverLimit(how(status)) from None
         try:
             good, value = pickle.loads(answer)
         except Exception as error:  # the function has written to the channel itself
@@ -253,6 +251,13 @@ def connect() -> tuple[Connection, socket, socket, socket]:
     (ours, theirs), (fate, told) = socketpair(), socketpair(AF_UNIX, SOCK_SEQPACKET)
     ours.setsockopt(SOL_SOCKET, SO_RCVTIMEO, pack("ll", STALLED, 0))
     return Connection(ours.detach()), fate, theirs, told
+
+
+def how(status: int) -> str:
+    """Say how a process ended by itself."""
+    if status == -signal.SIGPROF:
+        return TIME
+    return f"signal {-status}" if status < 0 else "an exit of its own"
 
 
 def is_ready(seconds: float, pid: int, *places: object) -> bool:
