@@ -243,8 +243,6 @@ def evaluate_models(args: argparse.Namespace) -> None:
     """Evaluate every model of the command line and print its table."""
     args.config = args.config or ["eval/default.yaml"]
     cfg = config.load(args.config, args.set)
-    for key, value in {"data.eval": args.data, "data.dir": args.data_dir}.items():
-        cfg = cfg if value is None else config.with_value(cfg, key, value)
     if not args.model:
         raise ConfigError("--model must be given: a Hugging Face folder, a checkpoint or a hub name")
     if not cfg.data.eval:

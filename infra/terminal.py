@@ -52,10 +52,12 @@ def of_eval(text: str | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", nargs="+", default=[],
         help="Hugging Face folders, checkpoints, patterns of these, or a hub name")
-    add("--data", help="sets separated by commas (data.eval)")
-    add("--data-dir", help="folder with the files of named sets (data.dir)")
     add_config(parser, "The config of a run, or eval/*.yaml; without it eval/default.yaml")
     add_settings(parser)
+    add("--data", dest="set", action="append", type="data.eval={}".format,
+        help="sets separated by commas: --set data.eval=SET")
+    add("--data-dir", dest="set", action="append", type="data.dir={}".format, metavar="DIR",
+        help="folder with the files of named sets: --set data.dir=DIR")
     add("--seed", type=int, default=0, help="of the samples, at a temperature above 0")
     add("--out", type=user_path, help="JSON with settings, scores and responses; of several models a folder")
     return parser.parse_args()
