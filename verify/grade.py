@@ -69,7 +69,7 @@ def compare_by_algebra(gold: str, answer: str) -> str:
 
 # The first comparison takes as long as fifty others: it is made before there are workers.
 ALGEBRA = Limits(VERIFY_BYTES, WORKERS, VERIFY_SECONDS,
-                 (compare_by_algebra, r"\frac{x+1}{2}; |x|<1", "0.5x+0.5; (-1,1)"), ("verify.algebra",))
+                 (compare_by_algebra, r"\frac{x+1}{2}; |x|<1", "0.5x+0.5; (-1,1)"), "verify.algebra")
 
 
 def finish_verdict(verdict: str | Future) -> str | bool:

@@ -63,8 +63,8 @@ class Limits:
     size: int     # bytes of memory beyond a new worker's
     workers: int
     seconds: float = field(compare=False)  # of computing, and of waiting; calls of any length share a host
-    prepare: tuple = ()  # a function and its arguments, called in the host before any call
-    ahead: tuple[str, ...] = ()  # modules that take long to import; a fork takes the longer the more there is
+    prepare: tuple = (os.getpid,)  # a function and its arguments, called in the host before any call
+    ahead: str = __name__  # a module that takes long to import; a fork takes the longer the more there is
     once: bool = False   # each call has a worker of its own, and sees nothing of another call
 
 
@@ -184,9 +184,9 @@ class Fork:
 
 
 class Root(Fork):
-    """The process that forks the hosts which need the same modules. It ends when this program does."""
+    """The process that forks the hosts which need the same module. It ends when this program does."""
 
-    def __init__(self, ahead: tuple[str, ...]):
+    def __init__(self, ahead: str):
         self.channel, self.fate, *theirs = connect()
         files = [place.fileno() for place in theirs]
         start = ("import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from verify import host; "
@@ -198,7 +198,7 @@ class Root(Fork):
         with suppress(BrokenPipeError), process.stdin as given:
             pickle.dump([*sys.path, str(Path(__file__).parents[1])], given)
         self.pid, self.process = process.pid, process
-        self.ask(import_ahead, ahead, LOADING)
+        self.ask(import_ahead, (ahead,), LOADING)
 
 
 def fork_root(limits: Limits) -> Fork:
@@ -220,7 +220,7 @@ def start_host(limits: Limits) -> Fork:
         except Killed:  # before it was asked
             del ROOTS[limits.ahead]
             host = fork_root(limits)
-    function, *given = limits.prepare or [os.getpid]
+    function, *given = limits.prepare
     try:
         host.ask(function, given, LOADING)
         return host
@@ -229,21 +229,15 @@ def start_host(limits: Limits) -> Fork:
         raise OverLimit(why) from None
 
 
-def forget() -> None:
-    """Start anew in a fork, because threads and processes are the parent's."""
-    POOLS.clear()
-    ROOTS.clear()
-
-
 POOLS: dict[Limits, Pool] = {}
-ROOTS: dict[tuple[str, ...], Root] = {}  # modules -> the process that has imported them
+ROOTS: dict[str, Root] = {}  # a module -> the process that has imported it
 STARTING = Lock()
-os.register_at_fork(after_in_child=forget)
+for started in (POOLS, ROOTS):  # a fork starts anew, because threads and processes are the parent's
+    os.register_at_fork(after_in_child=started.clear)
 
 
-def import_ahead(*names: str) -> None:
-    for name in names:
-        importlib.import_module(name)
+def import_ahead(name: str) -> None:
+    importlib.import_module(name)  # no module can be sent back
 
 
 def connect() -> tuple[Connection, socket, socket, socket]:
