@@ -38,7 +38,7 @@ test-leaves: .venv/dev ## three leaves at random, and all together, fall off a c
 # runs. The deselected ones take two to four minutes of CPU each.
 SLOW := tests/test_recipes.py tests/test_examples.py::test_every_cell_runs_and_prunes_as_the_page_says \
 	tests/test_checkpoint.py tests/test_stop.py tests/test_out_of_memory.py tests/test_every_day.py tests/test_lost.py \
-	tests/test_own_task.py tests/test_toy.py tests/test_fake_gpu.py::test_a_sync_in_the_loss_is_seen \
+	tests/test_own_task.py tests/test_toy.py tests/test_wheel.py tests/test_fake_gpu.py::test_a_sync_in_the_loss_is_seen \
 	'tests/test_fake_gpu.py::test_an_update_waits_launches_and_computes_no_more_than_it_did[7B]' \
 	tests/test_on_device.py::test_a_step_waits_no_more_than_it_did \
 	leaves/windows/test_flight.py leaves/fit/test_memory.py tests/test_court.py \

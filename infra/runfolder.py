@@ -259,7 +259,9 @@ def versions() -> dict[str, str]:
 
 
 def run_git(*command: str) -> str | None:
-    """Return the output of git in the code's folder; None without git or a repository."""
+    """Return the output of git in the code's folder; None without git, or if it is no checkout."""
+    if not (REPOSITORY / ".git").exists():  # of an installed copy: another repository may lie around it
+        return None
     try:
         process = subprocess.run(["git", *command], cwd=REPOSITORY, capture_output=True, text=True,
                                  errors="replace")

@@ -26,7 +26,7 @@ FOLDERS = ("verify", "infra", "settings", "leaves", *(f"leaves.{leaf}" for leaf 
 FILES = {path.stem: path for path in ROOT.glob("*.py")} | {
     f"{folder}.{path.stem}": path for folder in FOLDERS for path in (ROOT / folder.replace(".", "/")).glob("*.py")
     if path.stem not in ("__init__", "conftest") and not path.stem.startswith("test_")}
-PAGES = [*(ROOT / name for name in ("README.md", "RESULTS.md", "CONTRIBUTING.md")),
+PAGES = [*(ROOT / name for name in ("README.md", "RESULTS.md", "CHANGELOG.md", ".github/CONTRIBUTING.md")),
          *(ROOT / folder / "README.md" for folder in ("examples", "verify", "tests/math")),
          *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "leaves").glob("*/README.md"))]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PAGES}

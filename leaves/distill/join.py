@@ -113,11 +113,11 @@ class Teacher:
              ) -> list[PreparedRow]:
         """Draw completions by the sizes of their gradients, and pack those that are kept anew. Collective."""
         names = [name for name in COLUMNS if getattr(prepared[0], name) is not None]
-        own = [piece for given in prepared if given.row.counts for piece in pieces_of(given, names)]
-        pieces = dict(dist.gather(own))
+        pieces = dict(dist.gather([
+            piece for given in prepared if given.row.counts for piece in pieces_of(given, names)]))
         read_NG, size_NG = minibatch.keep_NG, torch.zeros_like(minibatch.weight_NG)
-        for place, (size_T, *_) in pieces.items():
-            size_NG[place] = size_T.norm()
+        for place, piece in pieces.items():
+            size_NG[place] = piece[0].norm()
         if not size_NG.isfinite().all():
             return prepared  # their loss is not finite either
         # No weight makes up for a candidate that is never kept, and the loss may have a KL.
@@ -132,13 +132,13 @@ class Teacher:
 
     def measure(self, learner: Learner, rolled: Rolled, step: int, clock: Clock) -> Metrics:
         """Compute the step's metrics, and begin the next step's. Collective."""
-        total, seconds = dist.sum_over_ranks(self.sums), self.clock.seconds
-        self.clock, self.sums = Clock(), Counter()
+        total = dist.sum_over_ranks(self.sums)
+        self.sums.clear()
         if not total:
             return {}
         offered = lengths(rolled.groups, rolled.adv_NG.shape[1]).sum().item()
         return {"teacher/tokens": int(total["read"]), "teacher/share": total["scored"] / offered,
-                "teacher/kl": -total["gap"] / total["weight"], "time/teacher": seconds["teacher"]}
+                "teacher/kl": -total["gap"] / total["weight"], "time/teacher": self.clock.seconds.pop("teacher")}
 
 
 def pieces_of(given: PreparedRow, names: list[str]) -> Iterator[tuple]:

@@ -1,0 +1,30 @@
+"""The wheel: its command runs the demo's config in an empty folder."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_house import TRACKED
+
+from settings.paths import REPOSITORY
+
+
+@pytest.mark.slow
+def test_the_command_of_the_wheel_trains_in_an_empty_folder(tmp_path):
+    code, site, here = tmp_path / "code", tmp_path / "site", tmp_path / "here"
+    for path in TRACKED:
+        (code / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(REPOSITORY / path, code / path)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", site, code]
+    subprocess.run(pip, check=True)
+    here.mkdir()
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)  # not that of the code
+    command = ["-c", "from winnow.infra.command import main; main()", "train", "--config", "cppo_toy.yaml", "--set", "steps=1"]
+    subprocess.run([sys.executable, *command], cwd=here, env={"PYTHONPATH": str(site)}, check=True)
+    ran_on = json.loads((here / "runs" / "cppo_toy" / "env.json").read_text())
+    assert Path(ran_on["argv"][0]) == site / "winnow" / "train.py" and ran_on["commit"] is None
+    assert (here / "runs" / "cppo_toy" / "hf" / "model.safetensors").is_file()
+    assert not [*site.glob("winnow/**/test_*.py")]
