@@ -1,8 +1,9 @@
 """How far is the pruned gradient from the full batch's? Mean squared error at equal numbers of kept tokens.
 
-    python bench/prune.py [--task hard]     # or long_sums; or opd, opd_hard: a teacher's gradient
+    python bench/prune.py [--task hard]     # or another of TASKS; opd*: a teacher's gradient
 
-The task is trained for the steps in TASKS (docs/experiments.md has the testbeds); then 20 rollouts are taken.
+The task is trained for the steps in TASKS (docs/experiments.md has the testbeds); then rollouts are taken,
+ROLLOUTS of them; of `smollm2`, which needs what `make real` leaves in runs/smollm2, LARGE.
 Every completion's share of the full-batch gradient comes from the training step's own loss, and from their
 inner products the error of any weighting is exact: |sum_i (w_i - 1) g_i|^2, here over |sum_i g_i|^2. It is
 averaged over 40 draws of the masks at each of 15 or 16 settings of a pruner, and between the settings
@@ -43,10 +44,15 @@ from update import add_gradient, minibatch, prepare_rows
 TASKS = {"toy": ("grpo_toy.yaml", {"early": 3, "late": 8}),
          "hard": ("grpo_hard.yaml", {"early": 20, "middle": 60, "late": 120}),
          "long_sums": ("experiments/long_sums.yaml", {"early": 5, "middle": 30, "late": 60}),
+         "smollm2": ("experiments/smollm2.yaml", {"early": 1, "middle": 10, "late": 25}),
          "opd": ("opd_toy.yaml", {"early": 3, "late": 20}),
-         "opd_hard": ("experiments/opd_hard.yaml", {"early": 4, "late": 40})}
+         "opd_hard": ("experiments/opd_hard.yaml", {"early": 4, "late": 40}),
+         "opd_smollm2": ("experiments/smollm2.yaml", {"early": 2})}
+BY_ITSELF = ["advantage.kind=distill", "teacher.path=runs/smollm2/grpo/hf"]  # trained; no larger one is here
 TAUGHT = ["prune.completions.kind=none", "teacher.keep=null"]  # all are read, and all are measured
 ROLLOUTS, DRAWS, BUDGETS, ERRORS = 20, 40, (0.75, 0.5, 0.25, 0.125, 0.0625), (0.03, 0.1, 0.3, 1.0)
+LARGE = {"rollouts": 6, "prompts": 4}
+SKETCH = 2**22  # numbers that a longer gradient is folded into
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +161,18 @@ def gradient_of(learner: Learner, groups: list[Group], adv_NG: Tensor, member: t
         add_gradient(learner, prepared, unmoved=True)
     gradient = torch.cat([dist.gather_full(p.grad).flatten() for p in learner.policy.parameters()])
     learner.policy.zero_grad()
-    return gradient
+    return folded(gradient)
+
+
+def folded(gradient: Tensor) -> Tensor:
+    """Add up the parts of a long gradient under fixed random signs: a count sketch, whose inner products are
+    those of the gradients in the mean, with a deviation of |x| |y| / sqrt(SKETCH) or so."""
+    if len(gradient) <= SKETCH:
+        return gradient
+    generator, sketch = torch.Generator().manual_seed(0), torch.zeros(SKETCH)
+    for part in gradient.split(SKETCH):
+        sketch[:len(part)] += part * torch.randint(2, part.shape, generator=generator).mul(2).sub(1)
+    return sketch
 
 
 def inner_products(learner: Learner, groups: list[Group], adv_NG: Tensor) -> Tensor:
@@ -244,17 +261,20 @@ def after_training(task: str, steps: int, out: Path) -> tuple[dict[str, dict], l
     """Train so many steps; then measure each arm's error on each rollout, by the share of tokens kept, how
     much of the full gradient is `repeated`, and (share, error) by the error that was asked for."""
     recipe, _ = TASKS[task]
-    train.train(config.load(recipe, [f"steps={steps}", f"out={out}", "data.eval=null"]))
-    taught, arms = task.startswith("opd"), ARMS_TAUGHT if task.startswith("opd") else ARMS
-    cfg = config.load(recipe, [f"out={out}", "rollout.group_size=16", *TAUGHT * taught])
+    taught, large = task.startswith("opd"), task.endswith("smollm2")
+    arms, more = ARMS_TAUGHT if taught else ARMS, BY_ITSELF * (taught and large)
+    train.train(config.load(recipe, [
+        f"steps={steps}", f"out={out}", "data.eval=null", f"checkpoint.every={steps}", *more]), resume="auto")
+    cfg = config.load(recipe, [f"out={out}", "rollout.group_size=16", *TAUGHT * taught, *more])
+    rollouts, prompts = LARGE.values() if large else (ROLLOUTS, cfg.rollout.prompts_per_step)
     loaded = replace(train.load_task(cfg), source=out / "hf")
     learner, sampler, history = prepare(cfg, loaded, seed=1)  # other prompts than it was trained on
     plain = train.Parts(cfg, loaded, weights_of(cfg), learner, sampler.engine, sampler, history, first=0)
     parts = leaves.through("parts", cfg, plain)
     by_arm = {name: {budget: [] for budget in BUDGETS} for name in arms}
     signal, by_error = [], {error: [] for error in ERRORS}
-    for i in range(ROLLOUTS):
-        scene = look(parts, history.draw(cfg.rollout.prompts_per_step), cfg)
+    for i in range(rollouts):
+        scene = look(parts, history.draw(prompts), cfg)
         signal.append(repeated(scene))
         for error, of_rollouts in by_error.items():
             of_rollouts.append(errors("", BY_ERROR, scene, error))
@@ -263,7 +283,7 @@ def after_training(task: str, steps: int, out: Path) -> tuple[dict[str, dict], l
             curve = [errors(name, draw, scene, k) for k in (*fewest, *range(1, 16))]
             for budget, of_rollouts in by_arm[name].items():
                 of_rollouts.append(at_budget(curve, budget))
-        print(f"rollout {i + 1} of {ROLLOUTS}", file=sys.stderr, flush=True)
+        print(f"rollout {i + 1} of {rollouts}", file=sys.stderr, flush=True)
     return by_arm, signal, by_error
 
 
@@ -275,7 +295,7 @@ def main() -> None:
     dist.init("cpu")
     with tempfile.TemporaryDirectory() as temporary:
         for when, steps in points.items():
-            by_arm, signal, by_error = after_training(task, steps, Path(temporary) / when)
+            by_arm, signal, by_error = after_training(task, steps, Path(temporary))  # goes on from before
             rows = []
             for name, by_budget in by_arm.items():
                 rows.append({"share of tokens kept": name})
@@ -283,7 +303,7 @@ def main() -> None:
                     rows[-1][str(Fraction(budget))] = interval(errors)
                     results.append({"when": when, "arm": name, "budget": budget, "errors": errors})
             show(f"{task}, {when}: after {steps} steps; squared error over |full gradient|^2, "
-                 f"{ROLLOUTS} rollouts; {interval(signal)} of it is repeated by other rollouts", rows)
+                 f"{len(signal)} rollouts; {interval(signal)} of it is repeated by other rollouts", rows)
             results.append({"when": when, "arm": "repeated", "budget": 1, "errors": signal})
             show("error asked for, and measured", [
                 {"asked for": asked, "measured": interval([error for _, error in pairs]),

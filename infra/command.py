@@ -8,8 +8,8 @@ PROGRAMS = ("train", "eval", "report", "replay", "chat")
 
 
 def main() -> None:
-    """Run one of the programs: winnow train --config cppo_toy.yaml is python train.py --config cppo_toy.yaml."""
+    """Run a program: winnow train --config cppo_toy.yaml is python train.py --config cppo_toy.yaml."""
     program, *given = sys.argv[1:] or [""]
     if program not in PROGRAMS:
-        sys.exit(f"winnow: {program!r} is none of {', '.join(PROGRAMS)}; winnow train --help lists its options")
+        sys.exit(f"winnow: {program!r} is none of {', '.join(PROGRAMS)}; winnow train --help lists options")
     os.execv(sys.executable, [sys.executable, str(Path(__file__).parents[1] / f"{program}.py"), *given])

@@ -18,12 +18,15 @@ def test_the_command_of_the_wheel_trains_in_an_empty_folder(tmp_path):
     for path in TRACKED:
         (code / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(REPOSITORY / path, code / path)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", site, code]
+    pip = [sys.executable, *"-m pip install --quiet --no-deps --no-build-isolation --target".split(), site, code]
     subprocess.run(pip, check=True)
     here.mkdir()
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)  # not that of the code
-    command = ["-c", "from winnow.infra.command import main; main()", "train", "--config", "cppo_toy.yaml", "--set", "steps=1"]
-    subprocess.run([sys.executable, *command], cwd=here, env={"PYTHONPATH": str(site)}, check=True)
+    command = [sys.executable, "-c", "from winnow.infra.command import main; main()"]
+    given = "train --config cppo_toy.yaml --set steps=1".split()
+    subprocess.run([*command, *given], cwd=here, env={"PYTHONPATH": str(site)}, check=True)
+    refused = subprocess.run([*command, "tain"], cwd=here, env={"PYTHONPATH": str(site)}, capture_output=True, text=True)
+    assert refused.returncode == 1 and "'tain' is none of train, eval, report, replay, chat" in refused.stderr
     ran_on = json.loads((here / "runs" / "cppo_toy" / "env.json").read_text())
     assert Path(ran_on["argv"][0]) == site / "winnow" / "train.py" and ran_on["commit"] is None
     assert (here / "runs" / "cppo_toy" / "hf" / "model.safetensors").is_file()

@@ -138,7 +138,8 @@ class Teacher:
             return {}
         offered = lengths(rolled.groups, rolled.adv_NG.shape[1]).sum().item()
         return {"teacher/tokens": int(total["read"]), "teacher/share": total["scored"] / offered,
-                "teacher/kl": -total["gap"] / total["weight"], "time/teacher": self.clock.seconds.pop("teacher")}
+                "teacher/kl": -total["gap"] / total["weight"],
+                "time/teacher": self.clock.seconds.pop("teacher")}
 
 
 def pieces_of(given: PreparedRow, names: list[str]) -> Iterator[tuple]:
