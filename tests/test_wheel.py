@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,9 @@ def test_the_command_of_the_wheel_trains_in_an_empty_folder(tmp_path):
     here.mkdir()
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)  # not that of the code
     command = [sys.executable, "-c", "from winnow.infra.command import main; main()"]
-    given = "train --config cppo_toy.yaml --set steps=1".split()
-    subprocess.run([*command, *given], cwd=here, env={"PYTHONPATH": str(site)}, check=True)
-    refused = subprocess.run([*command, "tain"], cwd=here, env={"PYTHONPATH": str(site)}, capture_output=True, text=True)
+    run = partial(subprocess.run, cwd=here, env={"PYTHONPATH": str(site)}, capture_output=True, text=True)
+    assert run([*command, "train", "--config", "cppo_toy.yaml", "--set", "steps=1"]).returncode == 0
+    refused = run([*command, "tain"])
     assert refused.returncode == 1 and "'tain' is none of train, eval, report, replay, chat" in refused.stderr
     ran_on = json.loads((here / "runs" / "cppo_toy" / "env.json").read_text())
     assert Path(ran_on["argv"][0]) == site / "winnow" / "train.py" and ran_on["commit"] is None
