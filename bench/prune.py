@@ -3,7 +3,7 @@
     python bench/prune.py [--task hard]     # or another of TASKS; opd*: a teacher's gradient
 
 The task is trained for the steps in TASKS (docs/experiments.md has the testbeds); then rollouts are taken,
-ROLLOUTS of them; of `smollm2`, which needs what `make real` leaves in runs/smollm2, LARGE.
+ROLLOUTS of them; of `smollm2`, which needs the runs of `make real`, as LARGE has it.
 Every completion's share of the full-batch gradient comes from the training step's own loss, and from their
 inner products the error of any weighting is exact: |sum_i (w_i - 1) g_i|^2, here over |sum_i g_i|^2. It is
 averaged over 40 draws of the masks at each of 15 or 16 settings of a pruner, and between the settings
