@@ -47,7 +47,7 @@ from metrics import Clock, list_decisions
 from records import Batch, Rolled, lengths
 from settings import kinds, leaves
 from train import Parts, Run, prepare
-from update import add_gradients, minibatch, prepare_rows, update
+from update import add_gradients, make_minibatch, prepare_rows, update
 
 # --set may change the settings with these beginnings.
 MAY_CHANGE = ("prune.completions.", "prune.tokens.", "prune.truncated", "loss.denominator")
@@ -154,7 +154,7 @@ def require_same_step(line: dict, rolled: Rolled, batch: Batch, engine: str) -> 
 
 def gradient(learner: Learner, batch: Batch) -> Tensor:
     """Compute the gradient of a whole batch before the policy has moved, [P]."""
-    weighed = minibatch(learner, batch, list(range(batch.offered)))
+    weighed = make_minibatch(learner, batch, list(range(batch.offered)))
     prepared = prepare_rows(learner, weighed, learner.rows(weighed), extra_pass=False)
     add_gradients(learner, weighed, prepared, unmoved=True)
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad

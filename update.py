@@ -41,23 +41,23 @@ def update(learner: Learner, batch: Batch, step: int, clock: Clock, redrawn: Seq
         places = [list(range(batch.offered))]
         if settings.minibatches > 1:
             places = split_prompts(learner.seed, step, batch.offered, settings.minibatches)
-        batches = [minibatch(learner, drawn, members) for drawn in (batch, *redrawn) for members in places]
-        packed = [learner.rows(weighed) for weighed in batches]
+        minibatches = [make_minibatch(learner, drawn, here) for drawn in (batch, *redrawn) for here in places]
+        rows = [learner.rows(minibatch) for minibatch in minibatches]
     with clock.phase("score"):
-        extra, prepared = len(batches) > 1 and needs_extra_pass(learner.loss), []
-        for weighed, rows in zip(batches, packed, strict=True):
+        extra, prepared = len(minibatches) > 1 and needs_extra_pass(learner.loss), []
+        for minibatch, own_rows in zip(minibatches, rows, strict=True):
             unmoved = len(places) == 1 and not prepared  # its own pass is before the first optimizer step
-            prepared.append(prepare_rows(learner, weighed, rows, extra and not unmoved))
+            prepared.append(prepare_rows(learner, minibatch, own_rows, extra and not unmoved))
     rate = learning_rate(step - first, learner.optim, learner.steps - first)
     sums, norms, rates = PassSums(learner.pack, learner.policy.quadratic), [], []
     not_finite = partial(NotFinite, step=step + 1, records=batch)
     with clock.phase("update"):
-        for turn in range(settings.epochs * len(places)):
-            i = turn % len(batches)  # with one draw for all epochs they meet the same mini-batches
-            passed = add_gradients(learner, batches[i], prepared[i], unmoved=not norms)
+        for taken in range(settings.epochs * len(places)):  # optimizer steps so far
+            i = taken % len(minibatches)  # with one draw for all epochs they meet the same mini-batches
+            passed = add_gradients(learner, minibatches[i], prepared[i], unmoved=not taken)
             prepared[i] = [row for row, _ in passed]
             for row, terms in passed:
-                sums.add(row, terms, first_pass=turn < len(places))
+                sums.add(row, terms, first_pass=taken < len(places))
             share = effective_share(passed) if settings.rate_by_ess else 1.0
             rates.append(rate * share ** 0.5)
             norm = optimizer_step(learner.policy, learner.optimizers, rates[-1], learner.optim.clip_norm,
@@ -77,7 +77,7 @@ def split_prompts(seed: int, step: int, offered: int, count: int) -> list[list[i
     return [sorted(places.tolist()) for places in shuffled.tensor_split(count)]
 
 
-def minibatch(learner: Learner, batch: Batch, places: list[int]) -> Minibatch:
+def make_minibatch(learner: Learner, batch: Batch, places: list[int]) -> Minibatch:
     """Weigh the completions of the prompts offered at these places by the mini-batch's own denominator."""
     here = set(places)
     members = [n for n, place in enumerate(batch.places) if place in here]
@@ -110,7 +110,7 @@ def minibatch(learner: Learner, batch: Batch, places: list[int]) -> Minibatch:
 
 
 @torch.no_grad()
-def prepare_rows(learner: Learner, weighed: Minibatch, rows: list[Row], extra_pass: bool,
+def prepare_rows(learner: Learner, minibatch: Minibatch, rows: list[Row], extra_pass: bool,
                  ) -> list[PreparedRow]:
     """Run a mini-batch's rows through the reference and, in an `extra_pass`, the policy before the update;
     `loss.weigh` may weigh tokens by its log-probs, and a leaf change what it has prepared."""
@@ -125,18 +125,18 @@ def prepare_rows(learner: Learner, weighed: Minibatch, rows: list[Row], extra_pa
         prepared = [replace(given, factor_C=factor_C)
                     for given, factor_C in zip(prepared, factors, strict=True)]
     for change in learner.before_update:
-        prepared = change(learner, weighed, prepared)
+        prepared = change(learner, minibatch, prepared)
     return prepared
 
 
-def add_gradients(learner: Learner, weighed: Minibatch, prepared: list[PreparedRow], unmoved: bool,
+def add_gradients(learner: Learner, minibatch: Minibatch, prepared: list[PreparedRow], unmoved: bool,
                   ) -> list[tuple[PreparedRow, RowLoss]]:
     """Add the gradient of one mini-batch to the policy's; training and replay.py compute it here alone.
 
     Returns each row with its loss. Raises ConfigError if memory runs out.
     """
     for change in learner.before_step:
-        prepared = change(learner, weighed, prepared)
+        prepared = change(learner, minibatch, prepared)
     try:
         return [add_gradient(learner, given, unmoved) for given in prepared]
     except torch.OutOfMemoryError as error:

@@ -43,7 +43,7 @@ from model import BACKENDS, ChunkedLogProb, Decoder, log_prob, logits_gradient
 from prune import keep_largest
 from records import Batch, Group, Prompt, Row, Sample
 from rollout import Engine, start_engine
-from update import minibatch, update
+from update import make_minibatch, update
 
 HALF, GIB, G = torch.bfloat16, 2**30, 16
 TOLERANCE = 0.02  # relative, of a kernel's results and of a gradient's norm
@@ -361,7 +361,7 @@ def one_update(bench: Bench, cfg: config.Config, keep: int) -> dict:
 
 
 def rows_of(learner: Learner, batch: Batch) -> list[Row]:
-    return learner.rows(minibatch(learner, batch, batch.places))
+    return learner.rows(make_minibatch(learner, batch, batch.places))
 
 
 def step(bench: Bench) -> None:

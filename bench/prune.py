@@ -38,7 +38,7 @@ from prune import COMPLETIONS, PROMPTS, Candidates, Memory, keep_all, pps, simil
 from records import Batch, Group, PromptDraw, Pruned, Rewards
 from settings import kinds, leaves
 from settings.kinds import Completions, Pps, Prompts, TopK
-from update import add_gradient, minibatch, prepare_rows
+from update import add_gradient, make_minibatch, prepare_rows
 
 # task -> its config, and after how many steps it is looked at
 TASKS = {"toy": ("grpo_toy.yaml", {"early": 3, "late": 8}),
@@ -156,7 +156,7 @@ def gradient_of(learner: Learner, groups: list[Group], adv_NG: Tensor, member: t
     only_NG[member] = True
     pruned = Pruned(only_NG, only_NG.to(adv_NG), torch.ones_like(adv_NG))
     single = Batch([], groups, adv_NG, adv_NG > 0, adv_NG, pruned, list(range(N)), N, seed=0)
-    weighed = minibatch(learner, single, list(range(N)))
+    weighed = make_minibatch(learner, single, list(range(N)))
     for prepared in prepare_rows(learner, weighed, learner.rows(weighed), extra_pass=False):
         add_gradient(learner, prepared, unmoved=True)
     gradient = torch.cat([dist.gather_full(p.grad).flatten() for p in learner.policy.parameters()])
@@ -194,7 +194,7 @@ def known_sizes(learner: Learner, groups: list[Group], adv_NG: Tensor) -> Tensor
 
     every, places = keep_all(adv_NG), list(range(len(groups)))
     batch = Batch([], groups, adv_NG, adv_NG > 0, adv_NG, every, places, len(groups), seed=0)
-    weighed = minibatch(learner, batch, places)
+    weighed = make_minibatch(learner, batch, places)
     size_NG = torch.zeros_like(adv_NG)
     for prepared in prepare_rows(learner, weighed, learner.rows(weighed), extra_pass=False):
         for place, (size_T, *_) in pieces_of(prepared, []):

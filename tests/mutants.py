@@ -86,7 +86,7 @@ BUGS = {
         ('pruned, "token", loss.denominator, learner',
          "pruned, loss.normalize, loss.denominator, learner", "objectives"),
         (" * ~batch.reward_NG[members].isnan()", "", "unbiased"),
-        ("turn % len(batches)", "turn % len(places)", "unbiased"),
+        ("taken % len(minibatches)", "taken % len(places)", "unbiased"),
         ("extra and not unmoved", "False", "unbiased")],
     "collect": [
         ('dist.seed_for(seed, epoch, "epoch") if epoch', "seed if epoch", "collect"),

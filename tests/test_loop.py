@@ -184,7 +184,7 @@ def test_half_precision_keeps_float32_weights(tiny, tmp_path):
     assert learner.policy.checkpoint_blocks == "all" and learner.reference is not learner.policy
     one_NG = torch.ones(1, 2, dtype=torch.float64) / 3
     batch = as_batch(make_groups([[3, 2]], [4]), one_NG, Pruned(one_NG > 0, one_NG, one_NG))
-    row, = learner.rows(update.minibatch(learner, batch, [0]))
+    row, = learner.rows(update.make_minibatch(learner, batch, [0]))
     logp_C = learner.log_probs(learner.policy, row)
     assert row.adv_C.dtype == row.weight_C.dtype == logp_C.dtype == torch.float32
     exact_C = learner.log_probs(load(tiny), row)

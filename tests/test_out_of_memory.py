@@ -65,7 +65,7 @@ def test_an_update_out_of_memory_names_rank_row_and_a_capacity_below_it(row, whe
     groups = make_groups(LENGTHS, [11, 5, 9, 7])
     adv_NG = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     batch = as_batch(groups, adv_NG, keep_all(adv_NG))
-    longest = max(len(row.ids_T) for row in learner.rows(update.minibatch(learner, batch, [0, 1, 2, 3])))
+    longest = max(len(row.ids_T) for row in learner.rows(update.make_minibatch(learner, batch, [0, 1, 2, 3])))
     said = (rf"out of memory in an update with rows of up to {longest} tokens on rank 0: go on "
             rf"with --resume auto and .*--set model.checkpoint_blocks=all .* "
             r"\(CUDA out of memory. Tried to allocate 2.00 GiB.\)$")

@@ -136,7 +136,7 @@ def by_winnow(step: Step, learner: Learner, cfg: Config) -> dict[str, Tensor]:
     put(learner.policy, step.before)
     if learner.reference:
         put(learner.reference, step.reference)
-    weighed = update.minibatch(learner, batch, list(range(N)))
+    weighed = update.make_minibatch(learner, batch, list(range(N)))
     prepared = update.prepare_rows(learner, weighed, learner.rows(weighed), extra_pass=True)
     put(learner.policy, step.moved)
     for row in prepared:
@@ -255,7 +255,7 @@ def test_distillation_has_the_gradient_of_trls_loss_of_sampled_tokens(step, tmp_
                      "prune.completions.kind=none", "loss.trust.kind=none", name="opd_toy.yaml")
     learner, now = learner_on(step.folder, cfg), load(step.folder, torch.float64)
     groups, ones_NG = with_engine(step, learner), torch.ones(N, G)
-    weighed = update.minibatch(learner, as_batch(groups, ones_NG, keep_all(ones_NG)), list(range(N)))
+    weighed = update.make_minibatch(learner, as_batch(groups, ones_NG, keep_all(ones_NG)), list(range(N)))
     prepared = update.prepare_rows(learner, weighed, learner.rows(weighed), extra_pass=False)
     for model in (learner.policy, now):
         put(model, step.moved)

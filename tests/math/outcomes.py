@@ -47,7 +47,7 @@ class Step:
         """Of the mini-batch of these places. The reference is the policy before the update, too."""
         learner, sums = self.learner, PassSums(self.learner.pack)
         learner.policy.zero_grad()
-        weighed = update.minibatch(learner, batch, places)
+        weighed = update.make_minibatch(learner, batch, places)
         prepared = update.prepare_rows(learner, weighed, learner.rows(weighed), extra_pass=False)
         prepared = [replace(scored, old_logp_C=scored.ref_logp_C) for scored in prepared]
         for passed in update.add_gradients(learner, weighed, prepared, unmoved=False):

@@ -117,7 +117,7 @@ def test_what_is_cut_off_is_in_no_row(tiny, tmp_path, monkeypatch):
               for row, points in zip(LENGTHS, [[0.9, 0.9, 0.6], [0.0, 0.7, 0.0]], strict=True)]
     assert [list(map(len, row)) for row in tokens] == [[2, 1, 3], [2, 3, 1]]
     batch = step.choose(keep_all(ADV_NG), tokens, monkeypatch)
-    row, = step.learner.rows(update.minibatch(step.learner, batch, [0, 1]))
+    row, = step.learner.rows(update.make_minibatch(step.learner, batch, [0, 1]))
     cut = [[sample.ids[:len(weight_C)].tolist() for sample, weight_C in zip(group.samples, weights_G, strict=True)]
            for group, weights_G in zip(step.groups, tokens, strict=True)]
     ids = [[*group.prompt.ids, *itertools.chain(*answers)] for group, answers in zip(step.groups, cut, strict=True)]

@@ -145,7 +145,7 @@ def test_truncated_completions_are_as_if_they_were_not_there(normalize, tiny, tm
     setting = f"loss.normalize={normalize}"
     without, step = Step(tiny, tmp_path / "a", setting), Cut(tiny, tmp_path / "b", setting)
     assert distance(step.gradient_of(step.choose(), [0, 1]), without.gradient(keep_all(ADV_NG))) < EXACT
-    weighed = update.minibatch(step.learner, step.choose(), [0, 1])
+    weighed = update.make_minibatch(step.learner, step.choose(), [0, 1])
     total = (weighed.weight_NG * lengths(step.groups, 6)).sum().item()
     assert normalize == "constant" or total == pytest.approx(1, abs=1e-12)
 
