@@ -1,5 +1,7 @@
 """Update the policy on one rollout: make weights and rows once, then run epochs of mini-batches.
 
+The functions stand in the order in which `update` needs them. The loss of a row is `loss.row_loss`.
+
 Dimension key:  N groups per step,  G completions per group,  C completion tokens of one packed row.
 """
 
@@ -143,24 +145,6 @@ def add_gradients(learner: Learner, minibatch: Minibatch, prepared: list[Prepare
         raise out_of_memory([given.row for given in prepared], learner.sequence, error) from None
 
 
-def effective_share(passed: list[tuple[PreparedRow, RowLoss]]) -> float:
-    """Compute ESS / n = (sum w)^2 / (n sum w^2) of a step's n completions: VCPO (arXiv:2602.17616).
-
-    w is a completion's probability under the policy over that under the policies that drew it. Collective.
-    """
-    nats = []
-    for given, terms in passed:
-        row = given.row
-        if row.counts:
-            nats += segment_sum(terms.logp_C - row.sampled_logp_C, row.segment_C).tolist()
-    # Over the largest w, which changes no share: the w of a long completion may be beyond any float.
-    highest = dist.max_over_ranks(max(nats, default=-math.inf))
-    ratios = [math.exp(gap - highest) for gap in nats]
-    sums = {"count": len(ratios), "first": sum(ratios), "second": sum(ratio ** 2 for ratio in ratios)}
-    total = dist.sum_over_ranks(sums)
-    return total["first"] ** 2 / (total["count"] * total["second"]) if total["count"] else 1.0
-
-
 def add_gradient(learner: Learner, prepared: PreparedRow, unmoved: bool) -> tuple[PreparedRow, RowLoss]:
     """Add a row's gradient to the policy's.
 
@@ -179,3 +163,21 @@ def add_gradient(learner: Learner, prepared: PreparedRow, unmoved: bool) -> tupl
     terms = row_loss(logp_C, prepared, adv_C, learner.loss, entropy_C)
     terms.loss.backward()
     return prepared, replace(terms, loss=terms.loss.detach())
+
+
+def effective_share(passed: list[tuple[PreparedRow, RowLoss]]) -> float:
+    """Compute ESS / n = (sum w)^2 / (n sum w^2) of a step's n completions: VCPO (arXiv:2602.17616).
+
+    w is a completion's probability under the policy over that under the policies that drew it. Collective.
+    """
+    nats = []
+    for given, terms in passed:
+        row = given.row
+        if row.counts:
+            nats += segment_sum(terms.logp_C - row.sampled_logp_C, row.segment_C).tolist()
+    # Over the largest w, which changes no share: the w of a long completion may be beyond any float.
+    highest = dist.max_over_ranks(max(nats, default=-math.inf))
+    ratios = [math.exp(gap - highest) for gap in nats]
+    sums = {"count": len(ratios), "first": sum(ratios), "second": sum(ratio ** 2 for ratio in ratios)}
+    total = dist.sum_over_ranks(sums)
+    return total["first"] ** 2 / (total["count"] * total["second"]) if total["count"] else 1.0
