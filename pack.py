@@ -1,6 +1,7 @@
 """Dense packing: prompts, each before all of its kept completions, in rows of at most `capacity` tokens.
 
-Prefix Grouper (arXiv:2506.05433) had the idea: a row holds a prompt once.
+Prefix Grouper (arXiv:2506.05433) had the idea: a row holds a prompt once. `pack` decides which completions
+share a row, from lengths alone, and `build_row` then lays the tokens of a row out.
 
 Dimension key:  N groups,  G completions per group,  T tokens of one row (prompts included),  C completion
 tokens among them, the only ones that are projected and scored,  S completions in one row.
@@ -17,6 +18,91 @@ from config import Pack
 from records import Group, Row, Segments, frozen
 
 Members = list[tuple[int, int]]  # completions (n, g)
+
+
+@frozen
+class Minibatch:
+    """The completions of one optimizer step, with the weights of their tokens."""
+
+    groups: list[Group]
+    keep_NG: Tensor        # bool: packed
+    adv_NG: Tensor
+    weight_NG: Tensor      # loss.token_weight
+    reward_NG: Tensor      # nan without one
+    likelihood_NG: Tensor | None = None  # loss.likelihood_weight, if the loss has that term
+    bonus_NG: Tensor | None = None       # weight of each token's entropy, if the loss has a bonus
+    tokens: list[list[Tensor]] | None = None  # Batch.tokens; the groups are cut off there
+    seed: int = 0          # of a draw among these completions
+
+
+@frozen
+class Plan:
+    """The completions (n, g) of one row; completions of a group are neighbours."""
+
+    members: Members
+    counts: bool = True  # False: the row runs with weight 0, to keep its rank in step
+
+
+@frozen
+class KeptGroup:
+    """Tokens of a prompt, and of its completions that are kept."""
+
+    prompt: int
+    members: Members
+    lengths: list[int]  # of each member
+
+
+def pack(minibatch: Minibatch, settings: Pack, ranks: int, quadratic: float = 0.0) -> list[list[Plan]]:
+    """Plan each rank's rows. A prompt is in a row once, before all of its completions there.
+
+    Rows are of the smallest capacity, by bisection, that keeps the number of rounds (MULTIFIT; Coffman, Garey
+    and Johnson 1978): no rank does much more than others, and a group is split only where it is longer.
+    Every rank gets the same number of rows, of nearly equal cost: the cheapest with weight 0 fills up. All
+    ranks compute the same assignment from the same lengths, so nothing has to be agreed upon.
+    """
+    kept = []
+    low, high = 0, settings.capacity
+    for n, group in enumerate(minibatch.groups):
+        prompt = len(group.prompt.ids)
+        places = minibatch.keep_NG[n].nonzero()[:, 0].tolist()
+        lengths = [len(group.samples[g].ids) for g in places]
+        kept.append(KeptGroup(prompt, [(n, g) for g in places], lengths))
+        low = max([low, *(prompt + length for length in lengths)])
+    if low > high:
+        raise ValueError(f"a completion with its prompt has {low} tokens but pack.capacity={high}; "
+                         "raise pack.capacity or lower rollout.max_new_tokens")
+    rows = cut_rows(kept, high, settings.window)
+    rounds = -(-len(rows) // ranks)
+    while low < high:  # `rows` are those of capacity `high`
+        middle = (low + high) // 2
+        shorter = cut_rows(kept, middle, settings.window)
+        if len(shorter) <= rounds * ranks:
+            rows, high = shorter, middle
+        else:
+            low = middle + 1
+    costs = [row_cost(*layout(minibatch, members), quadratic) for members in rows]
+    by_rank = []
+    for hand in deal_rows(costs, ranks):
+        plans = [Plan(rows[row]) for row in hand]
+        if len(plans) < rounds:
+            cheapest = costs.index(min(costs))
+            plans.append(Plan(rows[cheapest], counts=False))
+        by_rank.append(plans)
+    return by_rank
+
+
+def cut_rows(groups: list[KeptGroup], capacity: int, window: int | None) -> list[Members]:
+    """Choose the members of rows of at most `capacity` tokens, by `within_window` or `best_fit`.
+
+    Groups are packed whole; one that is longer than a row is cut into pieces first.
+    """
+    items, tokens = [], []
+    for group in groups:
+        for piece in best_fit(group.lengths, capacity - group.prompt):
+            items.append([group.members[i] for i in sorted(piece)])
+            tokens.append(group.prompt + sum(group.lengths[i] for i in piece))
+    rows = best_fit(tokens, capacity) if window is None else within_window(tokens, capacity, window)
+    return [[member for i in row for member in items[i]] for row in rows]
 
 
 def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -61,14 +147,6 @@ def within_window(lengths: list[int], capacity: int, window: int) -> list[list[i
     return rows
 
 
-def row_cost(queries: Sequence[int], keys: Sequence[int], quadratic: float) -> float:
-    """Cost of a row in tokens without attention, by its segments; `quadratic` is Decoder.quadratic.
-
-    A query meets the keys up to its own, so q queries that end with k keys meet q (2k - q) / 2 of them.
-    """
-    return sum(q + quadratic * q * (2 * k - q) for q, k in zip(queries, keys, strict=True))
-
-
 def deal_rows(costs: list[float], ranks: int) -> list[list[int]]:
     """Deal rows to ranks, equally many up to one and of nearly equal cost: in each round every rank gets one
     of the most expensive rows left, the most expensive going to the rank with the least cost so far.
@@ -84,89 +162,12 @@ def deal_rows(costs: list[float], ranks: int) -> list[list[int]]:
     return hands
 
 
-@frozen
-class Minibatch:
-    """The completions of one optimizer step, with the weights of their tokens."""
+def row_cost(queries: Sequence[int], keys: Sequence[int], quadratic: float) -> float:
+    """Cost of a row in tokens without attention, by its segments; `quadratic` is Decoder.quadratic.
 
-    groups: list[Group]
-    keep_NG: Tensor        # bool: packed
-    adv_NG: Tensor
-    weight_NG: Tensor      # loss.token_weight
-    reward_NG: Tensor      # nan without one
-    likelihood_NG: Tensor | None = None  # loss.likelihood_weight, if the loss has that term
-    bonus_NG: Tensor | None = None       # weight of each token's entropy, if the loss has a bonus
-    tokens: list[list[Tensor]] | None = None  # Batch.tokens; the groups are cut off there
-    seed: int = 0          # of a draw among these completions
-
-
-@frozen
-class Plan:
-    """The completions (n, g) of one row; completions of a group are neighbours."""
-
-    members: Members
-    counts: bool = True  # False: the row runs with weight 0, to keep its rank in step
-
-
-def pack(minibatch: Minibatch, settings: Pack, ranks: int, quadratic: float = 0.0) -> list[list[Plan]]:
-    """Plan each rank's rows. A prompt is in a row once, before all of its completions there.
-
-    Rows are of the smallest capacity, by bisection, that keeps the number of rounds (MULTIFIT; Coffman, Garey
-    and Johnson 1978): no rank does much more than others, and a group is split only where it is longer.
-    Every rank gets the same number of rows, of nearly equal cost: the cheapest with weight 0 fills up. All
-    ranks compute the same assignment from the same lengths, so nothing has to be agreed upon.
+    A query meets the keys up to its own, so q queries that end with k keys meet q (2k - q) / 2 of them.
     """
-    kept = []
-    low, high = 0, settings.capacity
-    for n, group in enumerate(minibatch.groups):
-        prompt = len(group.prompt.ids)
-        places = minibatch.keep_NG[n].nonzero()[:, 0].tolist()
-        lengths = [len(group.samples[g].ids) for g in places]
-        kept.append(KeptGroup(prompt, [(n, g) for g in places], lengths))
-        low = max([low, *(prompt + length for length in lengths)])
-    if low > high:
-        raise ValueError(f"a completion with its prompt has {low} tokens but pack.capacity={high}; "
-                         "raise pack.capacity or lower rollout.max_new_tokens")
-    rows = cut_rows(kept, high, settings.window)
-    rounds = -(-len(rows) // ranks)
-    while low < high:
-        middle = (low + high) // 2
-        shorter = cut_rows(kept, middle, settings.window)
-        if len(shorter) <= rounds * ranks:
-            rows, high = shorter, middle
-        else:
-            low = middle + 1
-    costs = [row_cost(*layout(minibatch, members), quadratic) for members in rows]
-    by_rank = []
-    for hand in deal_rows(costs, ranks):
-        plans = [Plan(rows[row]) for row in hand]
-        if len(plans) < rounds:
-            cheapest = costs.index(min(costs))
-            plans.append(Plan(rows[cheapest], counts=False))
-        by_rank.append(plans)
-    return by_rank
-
-
-@frozen
-class KeptGroup:
-    """Tokens of a prompt, and of its completions that are kept."""
-
-    prompt: int
-    members: Members
-    lengths: list[int]  # of each member
-
-
-def cut_rows(groups: list[KeptGroup], capacity: int, window: int | None) -> list[Members]:
-    """Choose the members of rows of at most `capacity` tokens, by `within_window` or `best_fit`.
-
-    What is packed are whole groups, and the pieces of those that are longer than a row.
-    """
-    items, tokens = [], []
-    for group in groups:
-        for piece in best_fit(group.lengths, capacity - group.prompt):
-            items.append([group.members[i] for i in sorted(piece)])
-            tokens.append(group.prompt + sum(group.lengths[i] for i in piece))
-    rows = best_fit(tokens, capacity) if window is None else within_window(tokens, capacity, window)
-    return [[member for i in row for member in items[i]] for row in rows]
+    return sum(q + quadratic * q * (2 * k - q) for q, k in zip(queries, keys, strict=True))
 
 
 def layout(minibatch: Minibatch, members: Members) -> tuple[list[int], list[int]]:
