@@ -107,7 +107,7 @@ class Selection:
         )
 
 
-def lacks(rolled: Rolled, selection: Selection, seed: int) -> int:
+def prompts_needed(rolled: Rolled, selection: Selection, seed: int) -> int:
     """Count the prompts of the next round; 0 if the step has enough, or has had all its rounds.
 
     offered      N prompts, once

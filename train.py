@@ -34,7 +34,7 @@ from torch import Tensor
 import config
 import data
 from advantage import advantage
-from collect import Sampler, Selection, choose, describe_missing, lacks, reward_midpoint, shortage
+from collect import Sampler, Selection, choose, describe_missing, prompts_needed, reward_midpoint, shortage
 from config import Config, ConfigError
 from eval import EvalSet, Sampling, evaluate, load_sets
 from history import PromptHistory
@@ -105,7 +105,7 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
         learner, engine, sampler, history = parts.learner, parts.engine, parts.sampler, parts.history
         for step in run.log.steps(parts.first, cfg.steps):
             clock, rolled, seed = Clock(), Rolled(), dist.seed_for(cfg.seed, step, "prune")
-            while count := lacks(rolled, selection, seed):  # one round, or more if rollout.until needs them
+            while count := prompts_needed(rolled, selection, seed):  # in rounds, if rollout.until says so
                 draws = history.draw(count)                 # which prompts; some are skipped
                 with clock.phase("rollout"):
                     groups = sampler.rollout(draws)         # o_1 .. o_G ~ pi_old(. | q), with log-probs

@@ -16,7 +16,7 @@ import data
 import history
 import train
 from advantage import advantage
-from collect import Sampler, Selection, choose, lacks
+from collect import Sampler, Selection, choose, prompts_needed
 from infra import dist, runfolder
 from prune import adapt_p
 from records import Prompt, Rolled, Sample
@@ -57,7 +57,7 @@ def steps(tmp_path, letters: str, count: int, *settings: str) -> list[tuple]:
     out = []
     for step in range(count):
         script.rounds, rolled, seed = [], Rolled(), dist.seed_for(cfg.seed, step, "prune")
-        while asked := lacks(rolled, selection, seed):
+        while asked := prompts_needed(rolled, selection, seed):
             draws = memory.draw(asked)
             groups = sampler.rollout(draws)
             rewards = sampler.score(groups)

@@ -160,7 +160,7 @@ def test_functions_are_short_and_lines_narrow_and_no_denser_than_plain_code():
 
 
 def test_a_plain_step_enters_few_functions_in_few_files(tmp_path, monkeypatch):
-    """From the loop's first `lacks` to the step's log, one step of GRPO, without the model, the engine and verify/."""
+    """From the loop's first line to the step's log, one step of GRPO, without the model, the engine and verify/."""
     entered: set[tuple[str, str]] = set()
 
     def enter(frame, event, _):
@@ -173,10 +173,10 @@ def test_a_plain_step_enters_few_functions_in_few_files(tmp_path, monkeypatch):
     def begin(*given):
         if not entered:
             sys.setprofile(enter)
-        return lacks(*given)
+        return count_prompts(*given)
 
-    lacks, write_down = train.lacks, train.log_step
-    monkeypatch.setattr(train, "lacks", begin)
+    count_prompts, write_down = train.prompts_needed, train.log_step
+    monkeypatch.setattr(train, "prompts_needed", begin)
     monkeypatch.setattr(train, "log_step", lambda *given: sys.setprofile(None) or write_down(*given))
     train.train(toy_config(tmp_path / "run", "steps=1", "data.eval=null", name="grpo_toy.yaml"))
     functions = [(file, name) for file, name in entered if not re.search("<(gen|dict|set)", name)]
