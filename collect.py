@@ -1,5 +1,8 @@
 """Collect a step: sample and score groups until there are enough, and choose the completions to train on.
 
+The loop in train.py asks `prompts_needed` how many prompts to draw, a `Sampler` samples and scores them, and
+`choose` makes the batch to train on.
+
 Dimension key:  N prompts (groups) rolled out in one step,  G completions per prompt,  R completions,
 P components of a reward.
 """
@@ -165,32 +168,6 @@ def missing_tokens(batch: Batch, budget: int) -> int:
     return max(0, budget)
 
 
-def describe_missing(rewards: Rewards, cfg: Reward) -> str:
-    """Say which of the user's functions are None for every completion of a step; empty if none is."""
-    count = rewards.total_NG.numel()
-    if not count:
-        return ""
-    if rewards.total_NG.isnan().all():
-        return f"none of {count} completions has a reward: every component is None, so none is trained on"
-    absent = [name for name in cfg.functions if rewards.components[name].isnan().all()]
-    return f"{', '.join(absent)}: None for all of {count} completions" if absent else ""
-
-
-def shortage(rolled: Rolled, batch: Batch, selection: Selection) -> str:
-    """Say how much a step without further rounds is short of its target; empty if nothing is missing."""
-    groups = len(batch.groups)
-    missing, unit = 0, "groups"
-    if selection.rollout.until == "informative":
-        missing = selection.rollout.prompts_per_step - groups
-    elif selection.rollout.until == "full":
-        missing = missing_tokens(batch, selection.budget)
-        unit = "tokens"
-    if not missing:
-        return ""
-    return (f"{missing} {unit} short after {len(rolled.sizes)} rounds; "
-            f"training on the {groups} groups there are")
-
-
 def choose(rolled: Rolled, selection: Selection, seed: int, epoch: int = 0) -> Batch:
     """Choose the groups to train on and prune their completions. The weights of both levels multiply.
 
@@ -204,12 +181,11 @@ def choose(rolled: Rolled, selection: Selection, seed: int, epoch: int = 0) -> B
     draws = [kept[n] for n in chosen]
     groups = [rolled.groups[n] for n in chosen]
     reward_NG, adv_NG = rolled.rewards.total_NG[chosen], rolled.adv_NG[chosen]
-    G = adv_NG.shape[1]
     if prune.prompts.kind != "none" and not prune.prompts.refills:
         require_rewards(reward_NG, draws, prune.prompts.kind)
     if prune.truncated:  # a cut completion counts as one without a reward: in no denominator either
         cut = [[not (s.finished or s.pending) for s in group.samples] for group in groups]
-        cut_NG = torch.tensor(cut, dtype=torch.bool).view(-1, G)
+        cut_NG = torch.tensor(cut, dtype=torch.bool).view(adv_NG.shape)
         reward_NG = reward_NG.masked_fill(cut_NG, torch.nan)
         adv_NG = adv_NG.masked_fill(cut_NG, torch.nan)
 
@@ -219,19 +195,20 @@ def choose(rolled: Rolled, selection: Selection, seed: int, epoch: int = 0) -> B
     # Level 2 chooses among their completions.
     candidates = Candidates(
         adv_NG, groups, selection.normalize, selection.advantage_only, seed, weight_N1, reward_NG)
-    drawn, error = COMPLETIONS[settings.kind](candidates, settings) if groups else keep_all(adv_NG), None
-    if groups and hasattr(settings, "error"):
+    drawn = COMPLETIONS[settings.kind](candidates, settings) if groups else keep_all(adv_NG)
+    error = None
+    if groups and hasattr(settings, "error"):  # a draw by chance: prune/error is logged
         norm_NG = gradient_size(candidates, getattr(settings, "size", "surprise"), by_cost=False)
         error = predicted_error(norm_NG, drawn.prob_NG)
-    counts_NG = ~reward_NG.isnan()
+    scored_NG = ~reward_NG.isnan()
     pruned = replace(
         drawn,
-        keep_NG=drawn.keep_NG & counts_NG,
-        weight_NG=drawn.weight_NG * weight_N1 * counts_NG,
+        keep_NG=drawn.keep_NG & scored_NG,
+        weight_NG=drawn.weight_NG * weight_N1 * scored_NG,
         prob_NG=drawn.prob_NG * prob_N1,
     )
 
-    if groups and getattr(settings, "compare", "all") == "kept":  # PODS: advantages among those kept
+    if groups and getattr(settings, "compare", "all") == "kept":  # PODS compares the kept alone
         reward_of_kept = rewards_of_kept(rolled.rewards, chosen, pruned.keep_NG)
         own_NG = advantage(reward_of_kept, selection.advantage)
         adv_NG = torch.where(pruned.keep_NG, own_NG, adv_NG)
@@ -280,3 +257,29 @@ def reward_midpoint(reward: Reward, differ_in: str) -> float:
     if differ_in == "reward":
         weights = {name: weight for name, weight in reward.weights.items() if name != "overlong"}
     return sum(reward_range(weights)) / 2
+
+
+def describe_missing(rewards: Rewards, cfg: Reward) -> str:
+    """Say which of the user's functions are None for every completion of a step; empty if none is."""
+    count = rewards.total_NG.numel()
+    if not count:
+        return ""
+    if rewards.total_NG.isnan().all():
+        return f"none of {count} completions has a reward: every component is None, so none is trained on"
+    absent = [name for name in cfg.functions if rewards.components[name].isnan().all()]
+    return f"{', '.join(absent)}: None for all of {count} completions" if absent else ""
+
+
+def shortage(rolled: Rolled, batch: Batch, selection: Selection) -> str:
+    """Say how much a step without further rounds is short of its target; empty if nothing is missing."""
+    groups = len(batch.groups)
+    missing, unit = 0, "groups"
+    if selection.rollout.until == "informative":
+        missing = selection.rollout.prompts_per_step - groups
+    elif selection.rollout.until == "full":
+        missing = missing_tokens(batch, selection.budget)
+        unit = "tokens"
+    if not missing:
+        return ""
+    return (f"{missing} {unit} short after {len(rolled.sizes)} rounds; "
+            f"training on the {groups} groups there are")

@@ -92,7 +92,7 @@ BUGS = {
         ('dist.seed_for(seed, epoch, "epoch") if epoch', "seed if epoch", "collect"),
         ('dist.seed_for(seed, "tokens")', "seed", "nat"),
         ("torch.where(pruned.keep_NG, own_NG, adv_NG)", "own_NG", "prune"),
-        ("drawn.weight_NG * weight_N1 * counts_NG", "drawn.weight_NG * counts_NG", "unbiased"),
+        ("drawn.weight_NG * weight_N1 * scored_NG", "drawn.weight_NG * scored_NG", "unbiased"),
         ("drawn.prob_NG * prob_N1", "drawn.prob_NG", "collect")],
     "learner": [
         ("rate * group.get(\"lr_scale\", 1.0)", "rate", "loop"),
