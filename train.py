@@ -144,6 +144,47 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
     return learner.policy
 
 
+def log_step(run: Run, step: int, rolled: Rolled, batch: Batch, measured: Metrics, clock: Clock) -> None:
+    """Log a step: metrics, warnings about its rewards, decisions, and some groups as text."""
+    parts = run.parts
+    machine = clock.metrics() | run.checkpoints.metrics() | memory_metrics(parts.learner.device, parts.engine)
+    measured |= machine | rollout_metrics(rolled, batch)
+    for measure in parts.measures:
+        measured |= measure(rolled, batch)
+    run.log.step(step, measured)
+    run.log.warn(step, describe_missing(rolled.rewards, parts.cfg.reward))
+    run.log.write("decisions.jsonl", {"step": step} | list_decisions(rolled, batch))
+    texts = sample_lines(rolled, batch, parts.task.tokenizer.decode, parts.cfg.log.groups)
+    run.log.sampled(step, texts)
+
+
+def evaluate_sets(run: Run, step: int) -> None:
+    """Answer and grade every evaluation set with the weights that the engine holds, and log the scores."""
+    parts, settings = run.parts, run.parts.cfg.eval
+    sampling = Sampling(settings.max_new_tokens, settings.n, settings.temperature, settings.top_p)
+    clock = Clock()
+    results = {}
+    for s in parts.task.sets:
+        bar = f"eval {s.name}" if dist.is_first() else None
+        results[s.name] = evaluate(parts.engine, parts.task.tokenizer, s, sampling, bar)
+    if results:
+        run.log.evaluated(step, results, clock.metrics()["time/step"])
+
+
+def is_due(every: int, step: int, last: int) -> bool:
+    """Tell whether an action is due now that comes every so many steps (0: never) and after the last one."""
+    return step == last or (every > 0 and step % every == 0)
+
+
+def extra_state(run: Run, asked: Config) -> dict:
+    """Return the content of a checkpoint's extra.pt."""
+    return {
+        "config": settings_to_save(run.parts.cfg, asked),
+        "history": run.parts.history.state(),
+        "inputs": run.inputs,
+    }
+
+
 def prepare(cfg: Config, resume: Resume) -> Run:
     """Load everything, and go on from a checkpoint or open the run folder."""
     clock = Clock()
@@ -181,49 +222,6 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     engine.sync(learner.policy)
     log.unlogged["time/start"] = clock.metrics()["time/step"]
     return Run(parts, checkpoints, log, inputs)
-
-
-def assemble(cfg: Config, task: data.Task, weights: Weights, first: int) -> tuple[Parts, Engine]:
-    """Load the models of a run, and make its parts, to which leaves add theirs. Returns the engine beside
-    them as it is without leaves. Nothing in `cfg` is left to auto."""
-    learner, bare_engine = load_models(cfg, task, weights)
-    engine, _ = leaves.through("engine", cfg, (bare_engine, task.tokenizer))
-    sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed, task.graded)
-    easy_above = reward_midpoint(cfg.reward, cfg.rollout.differ_in)
-    history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, easy_above)
-    parts = Parts(cfg, task, weights, learner, engine, sampler, history, first)
-    return leaves.through("parts", cfg, parts), bare_engine
-
-
-def before_steps(run: Run) -> Parts:
-    """Evaluate if that is due and was not done, and let leaves make their parts ready."""
-    cfg, first = run.parts.cfg, run.parts.first
-    done = dist.on_first(runfolder.evaluations, Path(cfg.out))  # without it, if a stop came in the middle
-    if first not in done and (first == 0 or is_due(cfg.eval.every, first, cfg.steps)):
-        evaluate_sets(run, first)
-    return leaves.through("begin", cfg, run.parts)
-
-
-def evaluate_sets(run: Run, step: int) -> None:
-    """Answer and grade every evaluation set with the weights that the engine holds, and log the scores."""
-    parts, settings = run.parts, run.parts.cfg.eval
-    sampling = Sampling(settings.max_new_tokens, settings.n, settings.temperature, settings.top_p)
-    clock = Clock()
-    results = {}
-    for s in parts.task.sets:
-        bar = f"eval {s.name}" if dist.is_first() else None
-        results[s.name] = evaluate(parts.engine, parts.task.tokenizer, s, sampling, bar)
-    if results:
-        run.log.evaluated(step, results, clock.metrics()["time/step"])
-
-
-def extra_state(run: Run, asked: Config) -> dict:
-    """Return the content of a checkpoint's extra.pt."""
-    return {
-        "config": settings_to_save(run.parts.cfg, asked),
-        "history": run.parts.history.state(),
-        "inputs": run.inputs,
-    }
 
 
 def load_task(cfg: Config) -> data.Task:
@@ -269,9 +267,16 @@ def load_prompts(cfg: Config, source: Path, tokenizer: Tokenizer, sets: list[Eva
     return (problems, prompts), (graded, inputs)
 
 
-def is_due(every: int, step: int, last: int) -> bool:
-    """Tell whether an action is due now that comes every so many steps (0: never) and after the last one."""
-    return step == last or (every > 0 and step % every == 0)
+def assemble(cfg: Config, task: data.Task, weights: Weights, first: int) -> tuple[Parts, Engine]:
+    """Load the models of a run, and make its parts, to which leaves add theirs. Returns the engine beside
+    them as it is without leaves. Nothing in `cfg` is left to auto."""
+    learner, bare_engine = load_models(cfg, task, weights)
+    engine, _ = leaves.through("engine", cfg, (bare_engine, task.tokenizer))
+    sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed, task.graded)
+    easy_above = reward_midpoint(cfg.reward, cfg.rollout.differ_in)
+    history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, easy_above)
+    parts = Parts(cfg, task, weights, learner, engine, sampler, history, first)
+    return leaves.through("parts", cfg, parts), bare_engine
 
 
 def load_models(cfg: Config, task: data.Task, weights: Weights) -> tuple[Learner, Engine]:
@@ -290,18 +295,13 @@ def load_models(cfg: Config, task: data.Task, weights: Weights) -> tuple[Learner
     return learner, start_engine(cfg.rollout.engine, replace(spec, sleeps=cfg.rollout.sleep == "always"))
 
 
-def log_step(run: Run, step: int, rolled: Rolled, batch: Batch, measured: Metrics, clock: Clock) -> None:
-    """Log a step: metrics, warnings about its rewards, decisions, and some groups as text."""
-    parts = run.parts
-    machine = clock.metrics() | run.checkpoints.metrics() | memory_metrics(parts.learner.device, parts.engine)
-    measured |= machine | rollout_metrics(rolled, batch)
-    for measure in parts.measures:
-        measured |= measure(rolled, batch)
-    run.log.step(step, measured)
-    run.log.warn(step, describe_missing(rolled.rewards, parts.cfg.reward))
-    run.log.write("decisions.jsonl", {"step": step} | list_decisions(rolled, batch))
-    texts = sample_lines(rolled, batch, parts.task.tokenizer.decode, parts.cfg.log.groups)
-    run.log.sampled(step, texts)
+def before_steps(run: Run) -> Parts:
+    """Evaluate if that is due and was not done, and let leaves make their parts ready."""
+    cfg, first = run.parts.cfg, run.parts.first
+    done = dist.on_first(runfolder.evaluations, Path(cfg.out))  # without it, if a stop came in the middle
+    if first not in done and (first == 0 or is_due(cfg.eval.every, first, cfg.steps)):
+        evaluate_sets(run, first)
+    return leaves.through("begin", cfg, run.parts)
 
 
 def main() -> int:
