@@ -3,6 +3,9 @@
 `TorchEngine` is embedded: our own decoder with a KV cache, on the CPU or on CUDA. `VLLMEngine`
 (rollout_vllm.py) is vLLM inside the trainer's process. Both want a sync before they generate.
 
+Begin with the loop of `TorchEngine.generate`: it gives idle slots the next requests (`Decoding.admit`),
+computes logits (`Cache.decode`), and draws a token for every slot (`Decoding.take`).
+
 Dimension key:  N samples asked for,  S slots (sequences decoded at once),  P prompts held,  V vocabulary,
 T prompt tokens,  M new tokens at most.
 """
@@ -22,7 +25,7 @@ from infra import dist
 from model import BACKENDS, Attend, Decoder, at_least_float32, empty_model
 from records import EngineSpec, Request, Sample, Segments
 
-Ids = tuple[int, ...]      # the tokens of a prompt or a draft
+Ids = tuple[int, ...]  # the tokens of a prompt or a draft
 Engine = Any           # it has `eos_ids`, `sync`, `generate` and `sleep`, as TorchEngine has them
 PREFILL_TOKENS = 4096  # prompt tokens, padded, that TorchEngine computes at once
 
@@ -59,10 +62,12 @@ def keep_nucleus(prob_SV: Tensor, top_p: float) -> Tensor:
 
 
 class Cache:
-    """The keys and values of each layer: of each prompt once, however many of the S slots answer it, and of
-    the tokens that each slot has read since. A layer's are one tensor: [2, prompts or slots, key heads,
-    tokens, head width]. One product multiplies the queries of all slots that answer a prompt by its keys (as
-    in arXiv:2402.05099), and one softmax runs over these scores and the scores of the slot's own keys."""
+    """The keys and values of each layer, [2, prompts or slots, key heads, tokens, head width].
+
+    A prompt has its own once, however many of the S slots answer it; a slot has those of the tokens that it
+    has read since. One product multiplies the queries of all slots that answer a prompt by its keys (as in
+    arXiv:2402.05099), and one softmax runs over these scores and the scores of the slot's own keys.
+    """
 
     def __init__(
         self,
@@ -110,7 +115,7 @@ class Cache:
         self.arrange([self.row_of.get(number, 0) for number in prompt_S])
 
     def size(self, number: int) -> int:
-        """Count the tokens of a prompt; nothing is computed for one."""
+        """Count the tokens of a prompt. A single one needs no `prefill`: the next step reads the last."""
         return len(self.prompts[number])
 
     def prefill(self, numbers: list[int]) -> None:
@@ -367,16 +372,17 @@ class TorchEngine:
                 idle = [slot for slot, owner in enumerate(state.owner_S.tolist()) if owner == count]
                 busy = len(state.owner_S) - len(idle)
                 bar.update(started - busy - bar.n)
-                slots = idle[:count - started]
-                if slots:
-                    samples = range(started, started + len(slots))
-                    started += len(slots)
-                    if state.admit(slots, samples):
-                        continue
+                free = idle[:count - started]  # as many as requests wait
+                if free:
+                    samples = range(started, started + len(free))
+                    started += len(free)
+                    if state.admit(free, samples):
+                        continue  # some have ended, so look for idle slots again
                 elif not busy:
                     return state.samples()
-                elif len(idle) * 4 > len(state.owner_S):
+                elif len(idle) * 4 > len(state.owner_S):  # no request waits, and slots decode for nobody
                     state.shrink()
+                # Logits have no name here: it would hold them until the next ones are computed.
                 state.take(slice(None), state.cache.decode(state.token_S, state.step_S))
 
 
