@@ -118,8 +118,8 @@ class Attention(nn.Module):
             self.k_norm = NormOverHeads(key, eps=shape.norm_eps)
         self.rotate = rotate_neighbours if shape.family.neighbours else rotate
 
-    def forward(self, x_TD: Tensor, turn: tuple) -> tuple[Tensor, Tensor, Tensor]:
-        cos_TE, sin_TE, scale = turn
+    def forward(self, x_TD: Tensor, rotation: tuple) -> tuple[Tensor, Tensor, Tensor]:
+        cos_TE, sin_TE, scale = rotation
         by_head = -1, self.head_dim
         q_THE = self.q_norm(self.q_proj(x_TD).unflatten(-1, by_head))
         k_THE = self.k_norm(self.k_proj(x_TD).unflatten(-1, by_head))
@@ -168,13 +168,13 @@ class Block(nn.Module):
             if name:
                 self.add_module(name, module)
 
-    def forward(self, x_TD: Tensor, turn: tuple, attend: Attend) -> Tensor:
-        q_THE, k_THE, v_THE = self.before(x_TD, turn)
+    def forward(self, x_TD: Tensor, rotation: tuple, attend: Attend) -> Tensor:
+        q_THE, k_THE, v_THE = self.before(x_TD, rotation)
         attended_THE = attend(self.layer, q_THE, k_THE, v_THE, self.window)
         return x_TD if attended_THE is None else self.after(x_TD, attended_THE)
 
-    def before(self, x_TD: Tensor, turn: tuple) -> tuple[Tensor, Tensor, Tensor]:
-        return self.self_attn(self.norms[0](x_TD), turn)
+    def before(self, x_TD: Tensor, rotation: tuple) -> tuple[Tensor, Tensor, Tensor]:
+        return self.self_attn(self.norms[0](x_TD), rotation)
 
     def after(self, x_TD: Tensor, attended_THE: Tensor) -> Tensor:
         _, behind_attention, before_mlp, behind_mlp = self.norms
@@ -204,7 +204,8 @@ BLOCK_CALLS = {
 
 
 class Decoder(nn.Module):
-    """Parameter names are Hugging Face's without the leading "model."."""
+    """The whole model: embedding, blocks, last norm and head. `forward` is the pass of training, and decoding
+    calls `hidden` and `logits`. Parameters have Hugging Face's names without the leading "model."."""
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -252,19 +253,19 @@ class Decoder(nn.Module):
     def hidden(self, ids_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
         """Compute final hidden states, [T, D], for `logits` or for log-probs of targets."""
         x_TD = self.embed_tokens(ids_T)
-        if self.shape.family.rooted:  # rounded as the embedding is
+        if self.shape.family.rooted:  # Gemma's factor, rounded as the embedding is
             x_TD = x_TD * torch.tensor(self.shape.hidden_size ** 0.5, dtype=x_TD.dtype)
-        turns = self.turns(position_T, x_TD.dtype)
+        rotations = self.rotations(position_T, x_TD.dtype)
         call_block = BLOCK_CALLS[self.checkpoint_blocks if torch.is_grad_enabled() else "none"]
         for block in self.layers:
-            x_TD = call_block(block, x_TD, turns[self.shape.ropes[block.layer]], attend)
+            x_TD = call_block(block, x_TD, rotations[self.shape.ropes[block.layer]], attend)
         return self.norm(x_TD)
 
-    def turns(self, position_T: Tensor, dtype: torch.dtype) -> dict[Rope | None, tuple]:
-        """Compute how each rope turns queries and keys at these positions: cos_TE, sin_TE and a factor of
-        queries. None: they stay as they are."""
+    def rotations(self, position_T: Tensor, dtype: torch.dtype) -> dict[Rope | None, tuple]:
+        """Compute each rope's rotation of queries and keys at these positions: cos_TE, sin_TE and a factor of
+        queries. None in its place leaves them as they are; a layer without a rope has the rope None."""
         scale = self.shape.query_scale
-        turns = {None: (None, None, scale)}
+        rotations = {None: (None, None, scale)}
         for rope, (freq, size) in self.frequencies.items():
             freq = freq.to(position_T.device)
             self.frequencies[rope] = freq, size
@@ -272,8 +273,8 @@ class Decoder(nn.Module):
             if isinstance(rope, Yarn) and rope.llama_4_scaling_beta:
                 contexts_T11 = (position_T[:, None, None] / rope.original_max_position_embeddings).floor()
                 scale = (1 + rope.llama_4_scaling_beta * (1 + contexts_T11).log()).to(dtype)
-            turns[rope] = (angle_TE.cos() * size).to(dtype), (angle_TE.sin() * size).to(dtype), scale
-        return turns
+            rotations[rope] = (angle_TE.cos() * size).to(dtype), (angle_TE.sin() * size).to(dtype), scale
+        return rotations
 
     def compile_passes(self) -> None:
         """Fuse elementwise work by torch.compile, in blocks before and after attention, and in the head."""
