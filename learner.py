@@ -44,7 +44,10 @@ class NotFinite(Exception):
 
 @frozen
 class Learner:
-    """The model in training, how packed rows pass through it, and the settings that an update reads."""
+    """The model in training, how packed rows pass through it, and the settings that an update reads.
+
+    An update calls `rows` for each mini-batch, and `outputs` for each pass of a row.
+    """
 
     device: torch.device
     dtype: torch.dtype          # of the computation
@@ -61,17 +64,17 @@ class Learner:
     pack: Pack
     temperature: float          # rollout.temperature, which divides the logits in every pass
     max_new_tokens: int         # rollout.max_new_tokens, the divisor of loss.normalize=constant
-    sequence: int               # tokens of the longest prompt and completion
+    longest: int                # tokens of the longest prompt and completion together
     seed: int
     steps: int
     first: int = 0              # the policy learns from this step on
-    # Of leaves: other models in training, by the names that checkpoints give them; functions of the learner,
-    # a mini-batch and its prepared rows that return the rows with other values; and functions of log-probs,
-    # a prepared row and its advantages that return other advantages.
-    roles: dict[str, Role] = field(default_factory=dict)
-    before_update: tuple[Callable, ...] = ()
-    before_step: tuple[Callable, ...] = ()  # before each optimizer step
-    in_pass: tuple[Callable, ...] = ()      # in each pass of a row, by its log-probs
+    # Of leaves; empty without them. The first two functions take the learner, a mini-batch and its prepared
+    # rows, and return the rows with other values; the third takes the log-probs of a row, the prepared row
+    # and its advantages, and returns other advantages.
+    before_update: tuple[Callable, ...] = ()  # once on a rollout
+    before_step: tuple[Callable, ...] = ()    # before each optimizer step
+    in_pass: tuple[Callable, ...] = ()        # in each pass of a row
+    roles: dict[str, Role] = field(default_factory=dict)  # other models in training, as checkpoints name them
 
     def log_probs(self, model: Callable, row: Row) -> Tensor:
         """Compute the log-probs of the row's completion tokens in nats, [C]."""
@@ -89,14 +92,14 @@ class Learner:
         return [build_row(minibatch, plan).to(self.device, self.trained_dtype) for plan in hands[dist.rank()]]
 
 
-def out_of_memory(rows: list[Row], sequence: int, error: torch.OutOfMemoryError) -> ConfigError:
+def out_of_memory(rows: list[Row], least: int, error: torch.OutOfMemoryError) -> ConfigError:
     """Make the error for running out of memory in passes of these rows, with the remedy.
 
-    A row must hold one whole sequence, so no smaller pack.capacity than `sequence` is named.
+    A row must hold one whole sequence, so no smaller pack.capacity than `least` is named, Learner.longest.
     """
     longest = max(len(row.ids_T) for row in rows)
     why = str(error).partition("\n")[0]
-    smaller = max(longest // 2, sequence)
+    smaller = max(longest // 2, least)
     shorter = f"--set pack.capacity={smaller}, or " if smaller < longest else ""
     return ConfigError(
         f"out of memory in an update with rows of up to {longest} tokens on rank {dist.rank()}: go on "
@@ -130,7 +133,7 @@ def build_learner(cfg: Config, source: Path, device: torch.device, weights: Weig
         pack=cfg.pack,
         temperature=cfg.rollout.temperature,
         max_new_tokens=cfg.rollout.max_new_tokens,
-        sequence=cfg.longest,
+        longest=cfg.longest,
         seed=cfg.seed,
         steps=cfg.steps)
 

@@ -142,7 +142,7 @@ def add_gradients(learner: Learner, minibatch: Minibatch, prepared: list[Prepare
     try:
         return [add_gradient(learner, given, unmoved) for given in prepared]
     except torch.OutOfMemoryError as error:
-        raise out_of_memory([given.row for given in prepared], learner.sequence, error) from None
+        raise out_of_memory([given.row for given in prepared], learner.longest, error) from None
 
 
 def add_gradient(learner: Learner, prepared: PreparedRow, unmoved: bool) -> tuple[PreparedRow, RowLoss]:

@@ -161,7 +161,7 @@ def fit_values(critic: CriticLearner, learner: Learner, rolled: Rolled, step: in
                                 sums[name] += x_C.sum()
                                 sums[f"{name}_squared"] += x_C.square().sum()
                 except torch.OutOfMemoryError as error:
-                    raise out_of_memory([row for row, *_ in batch], learner.sequence, error) from None
+                    raise out_of_memory([row for row, *_ in batch], learner.longest, error) from None
                 norms.append(optimizer_step(
                     critic.model, critic.optimizers, rate, critic.optim.clip_norm, sums["loss"],
                     lambda what: NotFinite(f"critic's {what}", step + 1, rolled)))
