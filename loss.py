@@ -6,7 +6,8 @@ region f, advantage A. So a trust region returns f, as a constant. For the surro
     - sum_t w_t min(r_t A_t, clamp(r_t, 1 - low, 1 + high) A_t),    r_t = pi / pi_old,
 
 f is r if the minimum is r A, and 0 if the clamp has stopped the gradient: grad r = r grad logp. The
-surrogates live in the tests that compare gradients. Pure functions.
+surrogates live in the tests that compare gradients. Pure functions: `row_loss` puts the terms together, and
+the functions of one term each follow it.
 
 Dimension key:  N groups in one mini-batch,  G completions per group,  S completions in one packed row,
 C tokens of these completions.
@@ -21,6 +22,51 @@ from torch import Tensor
 from config import Loss
 from records import LogProbs, PreparedRow, Pruned, Row, frozen
 from settings import kinds
+
+
+@frozen
+class RowLoss:
+    """The loss of one row, and the terms that it was computed from."""
+
+    loss: Tensor
+    factor_C: Tensor         # multiplies all terms of a token (`weigh`); ones without
+    f_C: Tensor              # of the trust region
+    k3_C: Tensor | None      # None without a KL
+    logp_C: Tensor           # of the policy in this pass, in nats
+
+
+def row_loss(logp_C: Tensor, prepared: PreparedRow, adv_C: Tensor, loss: Loss,
+             entropy_C: Tensor | None = None) -> RowLoss:
+    """Compute one row's term of the loss, with w_t from `token_weight` and the entropies H:
+
+        sum_t  - w_t f_t A_t logp_t  + kl w_t k3_t  - likelihood_t logp_t  - bonus_t H_t
+
+    A term that the config does not ask for is left out. `factor_C` multiplies all terms of a token.
+    loss.old_logp=engine: the ratio is to the policy that drew each token, and tis_cap bounds it.
+    loss.kl_corrected: k3 times the ratio r. Its gradient is r (logp - ref) grad logp: over samples of the old
+    policy the mean is the KL's gradient.
+    """
+    row, factor_C = prepared.row, prepared.factor_C
+    old_C = row.sampled_logp_C if loss.old_logp == "engine" else prepared.old_logp_C
+    if factor_C is None:
+        factor_C = torch.ones_like(logp_C.detach())
+    f_C = TRUST[loss.trust.kind](LogProbs(logp_C, old_C, adv_C, row.segment_C), loss.trust)
+    if loss.tis_cap and loss.old_logp == "engine":
+        f_C = f_C.clamp(max=loss.tis_cap)
+    weight_C = row.weight_C * factor_C
+    pull_C = weight_C * f_C * adv_C  # coefficients of logp
+    if row.likelihood_C is not None:
+        pull_C = pull_C + row.likelihood_C * factor_C
+    total = -(pull_C * logp_C).sum()
+    if row.bonus_C is not None:
+        total = total - (row.bonus_C * factor_C * entropy_C).sum()
+    k3_C = None
+    if loss.kl:
+        k3_C = k3(logp_C, prepared.ref_logp_C)
+        ratio_C = (logp_C - old_C).exp() if loss.kl_corrected else 1
+        total = total + loss.kl * (weight_C * ratio_C * k3_C).sum()
+        k3_C = k3_C.detach()
+    return RowLoss(total, factor_C, f_C, k3_C, logp_C.detach())
 
 
 def token_weight(len_NG: Tensor, pruned: Pruned, normalize: str, denominator: str, max_len: int,
@@ -124,47 +170,14 @@ TRUST = {
 }
 
 
-@frozen
-class RowLoss:
-    """The loss of one row, and the terms that it was computed from."""
+def k3(logp_C: Tensor, ref_logp_C: Tensor) -> Tensor:
+    """Estimate KL(policy, reference) of each token in nats: e^d - d - 1 >= 0 with d = ref - logp.
 
-    loss: Tensor
-    factor_C: Tensor         # multiplies each token's term (`weigh`); ones without
-    f_C: Tensor              # the trust region's
-    k3_C: Tensor | None      # None without a KL
-    logp_C: Tensor           # of the policy in this pass, in nats
-
-
-def row_loss(logp_C: Tensor, prepared: PreparedRow, adv_C: Tensor, loss: Loss,
-             entropy_C: Tensor | None = None) -> RowLoss:
-    """Compute one row's term of the loss: sum_t w_t (-f_t A_t logp_t + beta k3_t) - likelihood_t logp_t
-    - bonus_t H_t, with the entropies H if there is a bonus.
-
-    loss.old_logp=engine: the ratio is to the policy that drew each token, and tis_cap bounds it.
-    loss.kl_corrected: k3 times the ratio and its gradient, which is r (logp - ref) grad logp: over samples of
-    the old policy its mean is the KL's gradient.
+    Unbiased in value under samples of the policy; its gradient is GRPO's (arXiv:2402.03300, eq. 4).
+    It has no upper bound; verl's low_var_kl is cut at 10.
     """
-    row, factor_C = prepared.row, prepared.factor_C
-    old_C = row.sampled_logp_C if loss.old_logp == "engine" else prepared.old_logp_C
-    if factor_C is None:
-        factor_C = torch.ones_like(logp_C.detach())
-    f_C = TRUST[loss.trust.kind](LogProbs(logp_C, old_C, adv_C, row.segment_C), loss.trust)
-    if loss.tis_cap and loss.old_logp == "engine":
-        f_C = f_C.clamp(max=loss.tis_cap)
-    weight_C = row.weight_C * factor_C
-    pull_C = weight_C * f_C * adv_C
-    if row.likelihood_C is not None:
-        pull_C = pull_C + row.likelihood_C * factor_C
-    total = -(pull_C * logp_C).sum()
-    if row.bonus_C is not None:
-        total = total - (row.bonus_C * factor_C * entropy_C).sum()
-    k3_C = None
-    if loss.kl:
-        k3_C = k3(logp_C, prepared.ref_logp_C)
-        ratio_C = (logp_C - old_C).exp() if loss.kl_corrected else 1
-        total = total + loss.kl * (weight_C * ratio_C * k3_C).sum()
-        k3_C = k3_C.detach()
-    return RowLoss(total, factor_C, f_C, k3_C, logp_C.detach())
+    d_C = ref_logp_C - logp_C
+    return d_C.exp() - d_C - 1
 
 
 def needs_extra_pass(loss: Loss) -> bool:
@@ -222,13 +235,3 @@ def segment_sum(x_C: Tensor, segment_C: Tensor) -> Tensor:
 
 def segment_mean(x_C: Tensor, segment_C: Tensor) -> Tensor:
     return segment_sum(x_C, segment_C) / segment_C.bincount().clamp(min=1)
-
-
-def k3(logp_C: Tensor, ref_logp_C: Tensor) -> Tensor:
-    """Estimate KL(policy, reference) of each token in nats: e^d - d - 1 >= 0 with d = ref - logp.
-
-    Unbiased in value under samples of the policy; its gradient is GRPO's (arXiv:2402.03300, eq. 4).
-    It has no upper bound; verl's low_var_kl is cut at 10.
-    """
-    d_C = ref_logp_C - logp_C
-    return d_C.exp() - d_C - 1
