@@ -177,8 +177,10 @@ def describe_completions(rolled: Rolled, n: int, batch: Batch, place: int | None
         } | ({"turns": turns} if len(turns) > 1 else {})
 
 
+# By line: of all passes, of the first pass of each row, and of tokens with a log-prob before the update.
 SUMS = """
-    loss tokens passed clipped k3 packed rows cost corrected masked
+    loss passed clipped k3
+    rows tokens packed cost factor masked
     compared mismatch ratio ratio_squared
 """.split()
 
@@ -209,7 +211,7 @@ class PassSums:
             sums["tokens"] += len(row.target_C)
             sums["packed"] += len(row.ids_T)
             sums["cost"] += row_cost(row.segments.queries, row.segments.keys, self.quadratic)
-            sums["corrected"] += terms.factor_C.sum()
+            sums["factor"] += terms.factor_C.sum()
             sums["masked"] += (terms.factor_C == 0).sum()
         if first_pass and prepared.old_logp_C is not None:
             # log pi_trainer - log pi_engine of tokens that the engine drew
@@ -241,7 +243,7 @@ class PassSums:
             "mismatch/logp_abs_mean": total["mismatch"] / compared,
             "mismatch/logp_abs_max": highest_mismatch,
             "mismatch/ess": ess,
-            "mismatch/weight_mean": total["corrected"] / tokens,
+            "mismatch/weight_mean": total["factor"] / tokens,
             "mismatch/masked": total["masked"] / tokens,
             "pack/tokens": int(total["packed"]),
             "pack/rows": int(total["rows"]),

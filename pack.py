@@ -73,7 +73,7 @@ def pack(minibatch: Minibatch, settings: Pack, ranks: int, quadratic: float = 0.
                          "raise pack.capacity or lower rollout.max_new_tokens")
     rows = cut_rows(kept, high, settings.window)
     rounds = -(-len(rows) // ranks)
-    while low < high:  # `rows` are those of capacity `high`
+    while low < high:  # `rows` fit the capacity `high`
         middle = (low + high) // 2
         shorter = cut_rows(kept, middle, settings.window)
         if len(shorter) <= rounds * ranks:

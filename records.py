@@ -233,6 +233,8 @@ class Rolled:
 
 @frozen
 class Pruned:
+    """The completions that a pruner keeps, with their weights and the chances that they had."""
+
     keep_NG: Tensor     # bool
     weight_NG: Tensor   # 0 if not kept
     prob_NG: Tensor     # of being kept; 0 or 1 without chance
