@@ -9,6 +9,7 @@ The file defines at least one of these names (docs/fork.md has a whole one):
     COMPLETIONS  {dataclass of a kind of `prune.completions`: function of prune.Candidates and these
                  settings -> records.Pruned}
     TRUST        {dataclass of a kind of `loss.trust`: function of records.LogProbs and these settings -> [C]}
+    OPTIMIZERS   {dataclass of a kind of `optim`: function of the model, its trained weights and these settings}
     weigh(rows, logp, entropy, loss) -> [C] of each row    in place of loss.weigh; entropies with ENTROPY=True
     wrap(cfg, history, sampler) -> history, sampler    to replace one or both, as a leaf may
 
@@ -46,7 +47,8 @@ from settings.kinds import Comparison  # noqa: E402
 # A name that a file may define: the section that its kinds are for, the setting, and the table of functions.
 KINDS = {"ADVANTAGES": (config.Config, "advantage", ESTIMATORS),
          "COMPLETIONS": (config.Prune, "prune.completions", COMPLETIONS),
-         "TRUST": (config.Loss, "loss.trust", loss.TRUST)}
+         "TRUST": (config.Loss, "loss.trust", loss.TRUST),
+         "OPTIMIZERS": (config.Config, "optim", learner.OPTIMIZERS)}
 
 
 def find_method(name: str) -> Path:
