@@ -93,7 +93,7 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(name, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_what_was_left_to_auto_is_printed_written_down_saved_and_taken_again(tmp_path, monkeypatch, capsys):
     """On a machine whose memory had room for 3 slots, and where blocks had to be recomputed; then on this one."""
-    memory = pytest.importorskip("leaves.fit.memory")
+    memory = pytest.importorskip("leaves.fit.join")
     cfg = toy_config(tmp_path / "run", "checkpoint.every=1", "model.dtype=auto", *SHORT)
     with monkeypatch.context() as patch:
         patch.setattr(memory, "used", lambda cfg, choice, *phases: 1e18 * (

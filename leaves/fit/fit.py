@@ -18,7 +18,7 @@ from infra.choices import Choice, choose_kernels, list_choices
 from infra.device import Machine, Parts, find_device, parameters
 from infra.families import Shape
 from leaves.fit.counts import find_shape, phases
-from leaves.fit.memory import decide, room, used
+from leaves.fit.join import decide, room, used
 from settings import loader as settings
 from settings.rules import all_rules
 

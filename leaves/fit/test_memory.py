@@ -11,7 +11,8 @@ from test_device import CPU, GIB, gpu, small
 import config
 from infra import choices, device
 from infra.device import Machine
-from leaves.fit import counts, fit, memory
+from leaves.fit import counts, fit
+from leaves.fit import join as memory
 from model import BLOCK_CALLS
 from settings.loader import locate
 
