@@ -55,8 +55,8 @@ class Conversation:
     @cached_property
     def problems(self) -> cycle:
         """Read the problems of data.eval."""
-        sets = load_sets(self.cfg, self.tokenizer)
-        return cycle([problem for held_out in sets for problem in held_out.problems])
+        return cycle([problem for held_out in load_sets(self.cfg, self.tokenizer)
+                      for problem in held_out.problems])
 
     def say(self, line: str) -> str:
         """Answer a line, or do what the command in it says."""

@@ -138,11 +138,11 @@ def sample_responses(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet,
     answers = [(tokenizer.read(sample), prompt, sample.own)
                for (prompt, _), sample in zip(local, samples, strict=True)]
     judged = grade_responses(answers, held_out, sampling.max_new_tokens)
-    responses = []
-    for (turns, prompt, tokens), (_, k), sample, verdict in zip(answers, local, samples, judged, strict=True):
-        responses.append({"id": prompt.id, "k": k, "tokens": tokens, "finished": sample.finished,
-                          "text": turns[-1]} | verdict | ({"turns": turns} if len(turns) > 1 else {}))
-    return dist.gather(responses)
+    return dist.gather([
+        {"id": prompt.id, "k": k, "tokens": tokens, "finished": sample.finished, "text": turns[-1]} | verdict
+        | ({"turns": turns} if len(turns) > 1 else {})
+        for (turns, prompt, tokens), (_, k), sample, verdict
+        in zip(answers, local, samples, judged, strict=True)])
 
 
 def grade_responses(answers: list[tuple[Sequence[str], Prompt, int]], held_out: EvalSet,
@@ -212,8 +212,8 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, star
         own_rewards().try_functions(cfg.reward, *(s.problems for s in sets if s.reward))
     leaves.through("task", cfg, Task(folder, tokenizer, sets=sets))
     name_changed_files(cfg, args.config, tokenizer)
-    lengths = [len(prompt.ids) for s in sets for prompt in s.prompts]
-    longest = cfg.own_longest or max(lengths) + cfg.eval.max_new_tokens
+    longest = cfg.own_longest or cfg.eval.max_new_tokens + max(
+        len(prompt.ids) for s in sets for prompt in s.prompts)
     check_positions(folder, longest, "the prompts and eval.max_new_tokens (or environment.max_context)")
     engine_name, spec = fit_engine(cfg.rollout.engine, engine_spec(cfg, device, tokenizer, longest))
     cfg = config.with_value(cfg, "rollout.engine", engine_name)
@@ -229,11 +229,9 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, star
     engine = start_or_keep(started, engine_name, spec, cfg.model.path)
     engine, _ = leaves.through("engine", cfg, (engine, tokenizer))
     engine.sync(load_policy(spec.folder, spec.dtype))
-    summaries = {}
-    for s in sets:
-        progress = s.name if dist.is_first() else None
-        summaries[s.name] = evaluate(engine, tokenizer, s, sampling, progress, store)
-    result = {"head": head, "results": summaries}
+    result = {"head": head, "results": {
+        s.name: evaluate(engine, tokenizer, s, sampling, s.name if dist.is_first() else None, store)
+        for s in sets}}
     if store:
         store.finish(result)
     return result
@@ -261,8 +259,8 @@ def evaluate_models(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    run_it = partial(evaluate_models, terminal.of_eval(__doc__))
-    return exit_status(run_it, lambda: "the same command goes on from there, if it has --out")
+    return exit_status(partial(evaluate_models, terminal.of_eval(__doc__)),
+                       lambda: "the same command goes on from there, if it has --out")
 
 
 if __name__ == "__main__":

@@ -303,8 +303,8 @@ def read_extra(path: str | Path) -> dict:
     for steps in (step / "checkpoints", step, step.parent):
         if steps.name == "checkpoints" and steps.is_dir():
             models = (*step_folders(steps), *filter(Path.is_dir, [steps.parent / "hf"]))
-            there = ", ".join(map(str, models)) or "none"
-            raise ConfigError(f"{path} is neither a model nor a checkpoint; of that run there are: {there}")
+            raise ConfigError(f"{path} is neither a model nor a checkpoint; of that run there are: "
+                              f"{', '.join(map(str, models)) or 'none'}")
     return {}
 
 

@@ -71,8 +71,7 @@ def why_no_cuda() -> str:
 def list_backends(device: torch.device, dtype: torch.dtype) -> list[str]:
     """List the keys of model.BACKENDS that run on this device, the fastest first. torch's kernel and
     flash-attn's are the same; both need half precision."""
-    half = dtype == torch.bfloat16
-    return ["varlen", "sdpa"] if device.type == "cuda" and half else ["sdpa"]
+    return ["varlen", "sdpa"] if device.type == "cuda" and dtype == torch.bfloat16 else ["sdpa"]
 
 
 def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype) -> str:

@@ -105,8 +105,8 @@ def messages_of(question: object, place: str) -> tuple[tuple[dict, ...], str]:
     """Read a question that is a list of messages, or such a list as JSON, and the assistant's last message if
     there is one behind the user's: the solution. () and "" for any other text. Raises ConfigError.
     """
-    looks_like = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
-    if isinstance(question, str) and looks_like.match(question):
+    looks_like = r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:"""
+    if isinstance(question, str) and re.match(looks_like, question):
         question = parse_json(question, place, "the question looks like a list of messages; write it with "
                                                "json.dumps", to_object)
     if not isinstance(question, list) or not question:

@@ -168,8 +168,8 @@ def read_layers(path: Path, shipped: tuple[Path, ...], above: tuple[Path, ...] =
     Later bases lie over earlier ones. A file that several bases name is a layer once, at its first place.
     """
     if (file := path.resolve()) in above:
-        circle = " -> ".join(map(str, [*above, file]))
-        raise ConfigError(f"base={path.name} leads in a circle: {circle}; one of them must have no base")
+        raise ConfigError(f"base={path.name} leads in a circle: {' -> '.join(map(str, [*above, file]))}; "
+                          "one of them must have no base")
     raw, layers = read(path), {}
     bases = raw.pop("base", None) or []
     for base in bases if isinstance(bases, list) else [bases]:

@@ -59,8 +59,8 @@ def read_case(line: bytes, place: str) -> dict:
     for key, kind in CASE.items():
         value = case.get(key)
         if not isinstance(value, kind):
-            shown = shorten(repr(value), 200)
-            raise VerifyError(f"{place}: the {key!r} of a case must be a {kind.__name__}, not {shown}")
+            raise VerifyError(f"{place}: the {key!r} of a case must be a {kind.__name__}, not "
+                              f"{shorten(repr(value), 200)}")
     return case
 
 

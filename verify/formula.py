@@ -184,8 +184,7 @@ class Reader:
             else:
                 self.take()
                 base = [self.atom()]
-        bracketed = self.token in ("(", "[")
-        value = self.group(self.take()) if bracketed else self.signed(in_argument=True)
+        value = self.group(self.take()) if self.token in ("(", "[") else self.signed(in_argument=True)
         if exponent == -1 and name in INVERSES:
             return INVERSES[name](value)
         return bounded_power(FUNCTIONS[name](value, *base), exponent)

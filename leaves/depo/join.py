@@ -63,8 +63,7 @@ def estimator_loss(logit_M2: Tensor, right_M: Tensor, confidence_M: Tensor) -> T
     if not above_MM.any():
         return loss
     ahead_MM = score_M[:, None] - score_M[None, :]
-    hinge_MM = (MARGIN - ahead_MM).relu()
-    return loss + RANKING_WEIGHT * hinge_MM[above_MM].mean()
+    return loss + RANKING_WEIGHT * (MARGIN - ahead_MM).relu()[above_MM].mean()
 
 
 def make_head(features: int, seed: int) -> nn.Sequential:

@@ -45,8 +45,8 @@ def parts(cfg: Any, run: Any) -> Any:
         attach(run.engine.llm, history.drafts)
     else:
         run.engine.decoding = partial(DraftDecoding, history.drafts)
-    share = partial(share_drafted, cfg.rollout.tensor_parallel)
-    return replace(run, history=history, measures=(*run.measures, share))
+    return replace(run, history=history,
+                   measures=(*run.measures, partial(share_drafted, cfg.rollout.tensor_parallel)))
 
 
 def share_drafted(sharing: int, rolled: Rolled, batch: Batch) -> Metrics:

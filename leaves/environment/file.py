@@ -62,8 +62,7 @@ class EnvironmentFile(UserFile):
         """
         for problems in sets:
             for problem in (problems[0], problems[-1]):
-                call = self.ask(problem.question, [""], problem.row)
-                self.first_value(call, f" (row {problem.id})")
+                self.first_value(self.ask(problem.question, [""], problem.row), f" (row {problem.id})")
 
 
 def open_environment(settings: Environment) -> EnvironmentFile | None:

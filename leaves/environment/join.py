@@ -52,8 +52,8 @@ def engine(cfg: Any, pair: tuple[Engine, Tokenizer]) -> tuple[Engine, Tokenizer]
     """Let the environment that a tokenizer holds reply within the completions of an engine."""
     engine, tokenizer = pair
     if cfg.environment.file:
-        lock_step = cfg.rollout.tensor_parallel > 1
-        engine = EnvironmentEngine(engine, tokenizer, tokenizer.file, lock_step)
+        engine = EnvironmentEngine(
+            engine, tokenizer, tokenizer.file, lock_step=cfg.rollout.tensor_parallel > 1)
     return engine, tokenizer
 
 
@@ -95,8 +95,7 @@ class Dialogue(Sample):
 
     @property
     def turns(self) -> list[tuple[int, int]]:
-        ends = [0, *chain.from_iterable(self.replies), len(self.ids)]
-        return [*pairwise(ends)]
+        return [*pairwise([0, *chain.from_iterable(self.replies), len(self.ids)])]
 
     def is_whole(self, limit: int) -> bool:
         return self.cut or Sample.is_whole(self, limit)

@@ -49,8 +49,7 @@ class Splicer:
         if roles not in self.fitting:
             self.require_fit(roles)
             self.fitting.add(roles)
-        tail = self.render_tail([QUESTION], self.answers()[0], content)
-        ids = self.encode_behind(tail, self.end_text)
+        ids = self.encode_behind(self.render_tail([QUESTION], self.answers()[0], content), self.end_text)
         return ids if closed else [self.closing, *ids]
 
     def text_tokens(self, text: str, so_far: Sequence[int]) -> list[int]:
@@ -112,8 +111,7 @@ class Splicer:
             raise self.misfit(messages, "writes them differently behind different answers")
 
     def misfit(self, messages: Messages, what: str) -> ConfigError:
-        roles = ", ".join(message["role"] for message in messages)
         return ConfigError(
-            f"environment.file: before messages of the role {roles}, the chat template of "
-            f"{self.tokenizer.folder} {what}; reply with another role, or set data.chat_template to a "
-            "template that only appends")
+            f"environment.file: before messages of the role {', '.join(one['role'] for one in messages)}, "
+            f"the chat template of {self.tokenizer.folder} {what}; reply with another role, or set "
+            "data.chat_template to a template that only appends")

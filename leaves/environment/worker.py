@@ -186,8 +186,8 @@ def run_tool(tools: dict, call: object, turn: Turn) -> tuple[str, str, bool]:
         asked = ToolCall.model_validate(call)
         called = asked.name.removeprefix("functions.")
         if called not in tools:
-            unknown = on_one_line(called, repr)
-            return "", f"error: there is no tool {unknown}; there are {', '.join(tools)}", True
+            there = f"there is no tool {on_one_line(called, repr)}; there are {', '.join(tools)}"
+            return "", f"error: {there}", True
         name, advice = called, ""
         result = validate_call(tools[name])(**asked.arguments or {})
         result = asyncio.run(result) if inspect.iscoroutine(result) else result

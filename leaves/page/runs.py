@@ -112,8 +112,8 @@ def group_runs(runs: list[LoggedRun]) -> Groups:
     for group in groups.values():
         known = {run.settings.get("seed") if run.finished else run.folder.resolve() for run in group}
         if len(known) < len(group):
-            folders = ", ".join(str(run.folder) for run in group)
-            raise ConfigError(f"of {folders} two have the same config and seed; give each run once")
+            raise ConfigError(f"of {', '.join(str(run.folder) for run in group)} two have the same config "
+                              "and seed; give each run once")
     names = short_names([group[0].folder for group in groups.values()])
     return dict(zip(names, groups.values(), strict=True))
 

@@ -75,8 +75,8 @@ def describe_settings(section: str = "") -> str:
     texts = dict(describe_section(RUN, with_leaves(leaves.LEAVES), "")) | {RULES: describe_rules()}
     chosen = [text for name, text in texts.items() if not section or f"{name}.".startswith(f"{section}.")]
     if not chosen:
-        holding = [name for name, text in texts.items() if f"\n{section} = " in text]
-        near = holding or difflib.get_close_matches(section, texts, n=1)
+        near = [name for name, text in texts.items() if f"\n{section} = " in text] or (
+            difflib.get_close_matches(section, texts, n=1))
         advice = f"There are: {', '.join(texts)}."
         if near:
             advice = f"Did you mean {near[0].partition('.kind=')[0]}?"

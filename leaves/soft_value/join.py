@@ -95,8 +95,7 @@ def estimate_table(
     for start in range(0, len(missing), chunk):
         dist.say(f"soft values: {len(rewards)} of {len(prompts)} prompts")
         draws = [PromptDraw(prompt, epoch=-1) for prompt in missing[start:start + chunk]]
-        groups = sampler.rollout(draws, range(settings.samples))
-        own = sampler.score(groups).total_NG.tolist()
+        own = sampler.score(sampler.rollout(draws, range(settings.samples))).total_NG.tolist()
         newest = {draw.prompt.id: reward_K for draw, reward_K in zip(draws, own, strict=True)}
         rewards |= newest
         if dist.is_first():

@@ -42,7 +42,7 @@ def count_needed(settings: Votes) -> int:
 def find_leader(ballot: Ballot) -> tuple[str | None, int]:
     """Return the leader, among equals the first, and its lead over the runner-up in votes."""
     ranking = [*Counter(filter(None, ballot)).most_common(2), (None, 0), (None, 0)]
-    (leader, votes), (_, votes_of_second) = ranking[:2]
+    (leader, votes), (_, votes_of_second), *_ = ranking
     return leader, votes - votes_of_second
 
 
@@ -150,8 +150,7 @@ def sum_up_votes(group: Group, ballot: Ballot, samples: list[Sample]) -> Vote:
     gold = group.prompt.answer
     label_accuracy = accuracy = None
     if gold:
-        answers = set(filter(None, ballot))
-        right = {answer for answer in answers if first_equal([gold], answer)}
+        right = {answer for answer in set(filter(None, ballot)) if first_equal([gold], answer)}
         of_group = ballot[:len(group.samples)]
         label_accuracy = label in right
         accuracy = sum(answer in right for answer in of_group) / len(of_group)
