@@ -183,8 +183,7 @@ def print_gradients(learner: Learner, rolled: Rolled, arms: Arms, draws: int) ->
         learner = replace(learner, loss=cfg.loss)
         full_P = gradient(learner, own) if full_P is None else full_P
         print_gradient(name, learner, [own], full_P)
-        seeds = [dist.seed_for(own.seed, i, "draw") for i in range(draws)]
-        drawn = [choose(rolled, Selection.of(cfg), seed) for seed in seeds]
+        drawn = [choose(rolled, Selection.of(cfg), dist.seed_for(own.seed, i, "draw")) for i in range(draws)]
         weight_NG = own.pruned.weight_NG
         if draws and (own.tokens or not all(weight_NG.equal(batch.pruned.weight_NG) for batch in drawn)):
             print_gradient(f"  mean of {draws} draws", learner, drawn, full_P)

@@ -155,12 +155,11 @@ def engine_spec(cfg: Config, device: torch.device, tokenizer: Tokenizer, longest
     if device.type == "cpu" and dtype == torch.bfloat16 and not any(able.get(name) for name in HALVES):
         to_stderr(f"model.dtype=bfloat16 takes this CPU 6 to 70 times as long as float32: it has none of "
                   f"{', '.join(HALVES)}")
-    backend = choose_backend(cfg.model.attention, device, dtype)
     return EngineSpec(
         tokenizer.folder,
         dtype,
         device,
-        backend,
+        choose_backend(cfg.model.attention, device, dtype),
         tokenizer.eos_ids,
         cfg.rollout.slots,
         longest,

@@ -25,9 +25,8 @@ def writing_rank(name: str) -> int:
 
 def list_files(step: Path, rank: int) -> Files:
     """Return size and digest of the files that a rank has written."""
-    files = [path for path in sorted(step.rglob("*")) if path.is_file() and path != step / LIST]
-    return {str(path.relative_to(step)): size_and_hash(path) for path in files
-            if writing_rank(path.name) == rank}
+    return {str(path.relative_to(step)): size_and_hash(path) for path in sorted(step.rglob("*"))
+            if path.is_file() and path != step / LIST and writing_rank(path.name) == rank}
 
 
 def format_list(files: Files) -> str:

@@ -132,8 +132,8 @@ def identify_set(held_out: Any) -> dict:
     """Identify a set by its problems and prompts, and by all columns if a reward may read them."""
     data = [(p.id, p.question, p.answer, *p.messages, *[p.row] * bool(held_out.reward))
             for p in held_out.problems]
-    prompts = [prompt.ids for prompt in held_out.prompts]
-    return {"count": len(data), "data": sha256(data), "prompts": sha256(prompts)}
+    return {"count": len(data), "data": sha256(data),
+            "prompts": sha256([prompt.ids for prompt in held_out.prompts])}
 
 
 def require_same_head(path: Path, old: dict, new: dict) -> None:

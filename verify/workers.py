@@ -76,7 +76,7 @@ def call(function: Callable, *given: object, limits: Limits) -> Future:
     """
     if limits not in POOLS:
         if len(POOLS) == HOSTS:
-            POOLS.pop(next(iter(POOLS))).close()
+            POOLS.pop(next(iter(POOLS))).asked.put(None)  # its threads end after all that is asked
         POOLS[limits] = Pool(limits)
     return POOLS[limits].call(function, given, limits.seconds)
 
@@ -95,10 +95,6 @@ class Pool:
             self.threads.append(Thread(target=self.answer, daemon=True))
             self.threads[-1].start()
         return future
-
-    def close(self) -> None:
-        """End the threads, and with the last one the host, after all that is asked."""
-        self.asked.put(None)
 
     def answer(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited by what it starts; others get them

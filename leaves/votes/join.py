@@ -154,5 +154,4 @@ def sum_up_votes(group: Group, ballot: Ballot, samples: list[Sample]) -> Vote:
         of_group = ballot[:len(group.samples)]
         label_accuracy = label in right
         accuracy = sum(answer in right for answer in of_group) / len(of_group)
-    tokens = sum(sample.own for sample in samples)
-    return Vote(label, lead, len(samples), tokens, label_accuracy, accuracy)
+    return Vote(label, lead, len(samples), sum(sample.own for sample in samples), label_accuracy, accuracy)
