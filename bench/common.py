@@ -66,16 +66,6 @@ def print_json(bench: str, **results: object) -> None:
     print(json.dumps({"bench": bench} | results))
 
 
-def read(path: Path, first: int = 0) -> list[dict]:
-    """Read a file of JSON lines from a line on."""
-    return [json.loads(line) for line in path.read_text().splitlines()[first:]] if path.is_file() else []
-
-
-def append(path: Path, line: dict) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
-
-
 def timed(work: Callable[[], object]) -> float:
     start = perf_counter()
     work()

@@ -12,7 +12,6 @@ skipped or failed and why. Without a GPU the same runs in sizes for a CPU, which
 """
 
 import argparse
-import importlib.metadata
 import importlib.util
 import os
 import shlex
@@ -28,7 +27,9 @@ from pathlib import Path
 from time import perf_counter
 from unittest.mock import patch
 
-from common import ROOT, append, listed, parser, print_json, read, table
+from common import ROOT, listed, parser, print_json, table
+
+from infra.lines import append, read_log
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +103,8 @@ def stand_in() -> list[str]:
         from verify import grade
 
         grade.call = refuse
-        runfolder.LIBRARIES = [name for name in runfolder.LIBRARIES if has_version(name)]
+        runfolder.LIBRARIES = [name for name in runfolder.LIBRARIES if name.replace("-", "_") not in missing]
     return missing
-
-
-def has_version(name: str) -> bool:
-    with suppress(importlib.metadata.PackageNotFoundError):
-        return bool(importlib.metadata.version(name))
-    return False
 
 
 # ---- the parts as processes
@@ -222,12 +217,12 @@ def bench(args: argparse.Namespace) -> int:
     """Do the parts asked for, and print the tables; returns the exit status, 1 where anything failed."""
     start, out = perf_counter(), args.out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
-    before = len(read(out))
+    before = len(read_log(out))
     ended = attempt("machine", "", out, PARTS["machine"].seconds * CPU_FACTOR)
     if ended:
         print(f"error: {ended['failed']}", file=sys.stderr)
         return 1
-    machine = read(out, before)[0]
+    machine = read_log(out)[before]
     cuda, gpus = machine["cuda"], machine.get("gpus", 1) if machine["cuda"] else None
     shapes = (args.shapes or ("0.5B,1.5B" if cuda else "1M")).split(",")
     factor = 1 if cuda else CPU_FACTOR
@@ -244,7 +239,7 @@ def bench(args: argparse.Namespace) -> int:
                 if ended:
                     append(out, {"part": name, "shape": shape} | ended)
                     print(*ended.items(), flush=True)
-    rows = read(out, before)
+    rows = read_log(out)[before:]
     print(f"\n{closing(rows, sys.argv[1:], args.parts)}\n"
           f"{perf_counter() - start:.0f} s; all lines are in {out}")
     print_json("gpu", results=rows)

@@ -22,7 +22,7 @@ from statistics import median
 from unittest.mock import patch
 
 import torch
-from common import ROOT, append, cell, timed
+from common import ROOT, cell, timed
 from shapes import PEAKS, ask, draw_weights, engine_spec, flop, predict_sync, write_config
 from step import seconds_of, take_step, weights_of
 from torch import Tensor
@@ -35,6 +35,7 @@ from history import PromptHistory
 from infra import checks, dist
 from infra import device as hardware
 from infra.choices import resolve_auto
+from infra.lines import append
 from infra.weights import read_shape
 from learner import Learner, build_learner, load_sharded
 from leaves.fit import counts, fit

@@ -219,12 +219,6 @@ class Peer:
         self.thread.join()
 
 
-# ---- the regimes
-
-def regime(name: str, temporary: Path) -> Regime:
-    return Regime(name, ROOT / "toy" / "model", 16, name != "natural", 8 if name == "flat" else 0, temporary)
-
-
 def compare(chosen: Regime, arms: list[str], rounds: int) -> list[dict]:
     """Take the steps of all arms in turns; returns a row for each, TRL first."""
     task = train.load_task(toy("grpo_toy.yaml", chosen))
@@ -273,7 +267,9 @@ def main() -> None:
         dist.init("cpu")
         grade([("2", r"\boxed{\sqrt{4}}")])  # starts the verifier's workers
         for name in args.regimes:
-            results[name] = compare(regime(name, Path(temporary)), args.arms, args.rounds)
+            regime = Regime(name, ROOT / "toy" / "model", 16, name != "natural", 8 if name == "flat" else 0,
+                            Path(temporary))
+            results[name] = compare(regime, args.arms, args.rounds)
         dist.close()
     print(RESERVATIONS)
     print_json("peers", versions=versions, trl=TRL, micro=MICRO, results=results)

@@ -12,7 +12,7 @@ import torch
 from infra import dist
 from infra.device import choose_backend, parameters
 from infra.weights import Shape, read_shape
-from model import Decoder, empty_model
+from model import Decoder
 from records import EngineSpec, Prompt, Request, Segments
 
 QWEN = {
@@ -67,12 +67,6 @@ def shape_of(name: str) -> Shape:
     sizes = [part for part in name.split("-") if part in SHAPES]
     with tempfile.TemporaryDirectory() as folder:
         return read_shape(write_config(sizes[0], Path(folder)))
-
-
-def random_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
-    model = empty_model(folder, dtype).to_empty(device=device)
-    draw_weights(model)
-    return model
 
 
 @torch.no_grad()

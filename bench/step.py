@@ -32,8 +32,8 @@ from time import perf_counter
 
 import numpy as np
 import torch
-from common import ROOT, in_own_process, listed, parser, print_json, read, show, timed
-from shapes import ask, engine_spec, random_model, write_config
+from common import ROOT, in_own_process, listed, parser, print_json, show, timed
+from shapes import ask, draw_weights, engine_spec, write_config
 
 import config
 import data
@@ -44,8 +44,10 @@ from history import PromptHistory
 from infra import device as hardware
 from infra import dist
 from infra.choices import resolve_auto
+from infra.lines import read_log
 from learner import Learner
 from metrics import Clock, memory_metrics
+from model import empty_model
 from pack import Minibatch, layout, pack
 from policy import Weights
 from records import Batch, Group, Prompt, PromptDraw, Rolled, Sample
@@ -205,7 +207,9 @@ def generate(kind: str, shape: str, slots: int, rounds: int, halves: bool) -> li
     device = dist.init(hardware.find_device("auto"))
     with tempfile.TemporaryDirectory() as temporary:
         spec = engine_spec(write_config(shape, Path(temporary)), device, slots, 80 + 4 * NEW, halves)
-        engine, policy = start_engine(kind, spec), random_model(spec.folder, spec.dtype, device)
+        engine = start_engine(kind, spec)
+        policy = empty_model(spec.folder, spec.dtype).to_empty(device=device)
+        draw_weights(policy)
         engine.sync(policy)
 
         def sample(prompts: list, limits: list[int], draw: int) -> int:
@@ -266,7 +270,7 @@ def on_ranks(rounds: int) -> list[dict]:
                        str(ranks), "train.py", "--config", "cppo_toy.yaml"]
             command += [word for setting in sets for word in ("--set", setting)]
             subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-            spent = [line["time/step"] for line in read(Path(folder, "run", "metrics.jsonl"))
+            spent = [line["time/step"] for line in read_log(Path(folder, "run", "metrics.jsonl"))
                      if "time/rollout" in line]
         seconds[ranks].append(median(spent[1:]))
     rows = [{"ranks": ranks, "step s": spent,

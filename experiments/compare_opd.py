@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 from statistics import mean
 
-from kept_runs import ROOT, Run, area_gap, experiment_status, keep, parser, read, table
-from tqdm import tqdm
+from kept_runs import ROOT, Run, area_gap, experiment_status, keep_all, parser, read, table
 
 RECIPE, RESULTS = ROOT / "experiments" / "opd_hard.yaml", Path(__file__).parent / "opd.jsonl.xz"
 RATE, SEEDS = "1e-4", range(5)  # 3e-4 learnt less on a seed of its own
@@ -58,10 +57,7 @@ def run_of(name: str, seed: int) -> Run:
 
 
 def experiment() -> None:
-    with tqdm(total=len(ARMS) * len(SEEDS), unit="run") as bar:
-        for seed in SEEDS:
-            for name in ARMS:
-                keep(run_of(name, seed), RESULTS, bar)
+    keep_all([run_of(name, seed) for seed in SEEDS for name in ARMS], RESULTS)
     report()
 
 

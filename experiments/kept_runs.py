@@ -189,6 +189,12 @@ def keep(run: Run, results: Path, bar: tqdm) -> None:
     bar.update()
 
 
+def keep_all(runs: list[Run], results: Path) -> None:
+    with tqdm(total=len(runs), unit="run") as bar:
+        for run in runs:
+            keep(run, results, bar)
+
+
 def free_folder(run: Run) -> Path:
     folder = ROOT / "runs" / "measured" / run.name
     if runfolder.state_of(folder)["state"] == "running":

@@ -11,8 +11,7 @@ from itertools import chain, product
 from pathlib import Path
 
 import numpy as np
-from kept_runs import Record, Run, area_gap, curve, experiment_status, keep, parser, read, table
-from tqdm import tqdm
+from kept_runs import Record, Run, area_gap, curve, experiment_status, keep_all, parser, read, table
 
 RESULTS = Path(__file__).with_name("law.jsonl.xz")
 RATES, SEEDS, WHOLE = ("5e-5", "1e-4", "2e-4", "2.5e-5"), range(5), "keep 8"
@@ -94,10 +93,7 @@ def seconds_rows(kept: dict[str, Record]) -> list[list[str]]:
 
 
 def experiment() -> None:
-    every = runs()
-    with tqdm(total=len(every), unit="run") as bar:
-        for run in every:
-            keep(run, RESULTS, bar)
+    keep_all(runs(), RESULTS)
     kept = read(RESULTS)
     law = "rate, arm, runs, e, (1 + e)^-1/2, (1 + e)^-1, last %, worth in steps, in seconds".split(", ")
     print(*table(law, law_rows(kept)), "", sep="\n")

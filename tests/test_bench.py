@@ -28,6 +28,7 @@ from advantage import flat_groups
 from config import ConfigError
 from infra import device as hardware
 from infra import dist
+from infra.lines import append, read_log
 from leaves.fit.counts import find_shape
 
 
@@ -95,7 +96,7 @@ def test_a_way_that_runs_out_of_memory_ends_alone(tmp_path, capsys):
     gpu_parts.each(bench, {"small": lambda: {"seconds": [1.0, 3.0]}, "large": exhausted, "flash": lacking,
                            "next": lambda: {"seconds": [2.0]}})
     way = {"part": "updates", "shape": "1M"}
-    assert common.read(bench.out) == [
+    assert read_log(bench.out) == [
         way | {"way": "small", "seconds": [1.0, 3.0]},
         way | {"way": "large", "failed": "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."},
         way | {"way": "flash", "skipped": "flash-attn cannot be imported"}, way | {"way": "next", "seconds": [2.0]}]
@@ -129,10 +130,10 @@ def commands(monkeypatch) -> list[list[str]]:
         given.append(command)
         part, shape, out = command[3], command[5], Path(command[7])
         if part == "machine":
-            common.append(out, {"part": part, "shape": "", "way": "", "device": "NVIDIA H200", "cuda": True,
-                                "details": "139.8 GiB", "commit": "abcdef0 of 2026-11-22"})
+            append(out, {"part": part, "shape": "", "way": "", "device": "NVIDIA H200", "cuda": True,
+                         "details": "139.8 GiB", "commit": "abcdef0 of 2026-11-22"})
         if part in ("updates", "step"):
-            common.append(out, {"part": part, "shape": shape, "way": "16", "MFU": 0.478, "tokens": 65536, "GiB": None})
+            append(out, {"part": part, "shape": shape, "way": "16", "MFU": 0.478, "tokens": 65536, "GiB": None})
         time.sleep(0.02 if part == "step" else 0)
         return "signal 9: Killed" if part == "updates" or "torch.distributed.run" in command else ""
 
