@@ -7,7 +7,7 @@ VENV := .venv/bin
 
 demo: .venv/run      ## train the toy model with CPPO, print accuracy before and after, and write the report
 	out=runs/demo_$$(date +%Y%m%d_%H%M%S) && \
-	$(VENV)/python train.py --config cppo_toy.yaml --set out=$$out --set eval.every=20 && $(VENV)/python report.py $$out
+	$(VENV)/python train.py --config cppo_toy.yaml --set out=$$out --set eval.every=14 && $(VENV)/python report.py $$out
 
 # Two at a time: the next test is imported and set up while one waits for its processes.
 test: .venv/dev      ## the suite, without whole training runs

@@ -9,7 +9,7 @@ The file defines at least one of these names (docs/fork.md has a whole one):
     COMPLETIONS  {dataclass of a kind of `prune.completions`: function of prune.Candidates and these
                  settings -> records.Pruned}
     TRUST        {dataclass of a kind of `loss.trust`: function of records.LogProbs and these settings -> [C]}
-    OPTIMIZERS   {dataclass of a kind of `optim`: function of the model, its trained weights and these settings}
+    OPTIMIZERS   {dataclass of a kind of `optim`: function of the model, its weights and these settings}
     weigh(rows, logp, entropy, loss) -> [C] of each row    in place of loss.weigh; entropies with ENTROPY=True
     wrap(cfg, history, sampler) -> history, sampler    to replace one or both, as a leaf may
 

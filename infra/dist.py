@@ -123,8 +123,8 @@ def gather_full(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Gather a sharded tensor from all ranks, which must all call this. Shards are cast and moved first: 16 bits
-    are half the bytes to send, and GPUs send faster."""
+    """Gather a sharded tensor from all ranks, which must all call this. Shards are cast and moved first: 16
+    bits are half the bytes to send, and GPUs send faster."""
     mine = local_shard(tensor).to(device=device, dtype=dtype)
     return shard_like(tensor, mine).full_tensor() if isinstance(tensor, DTensor) else mine
 

@@ -134,7 +134,8 @@ def size_rules(cfg: Any) -> Iterator[Rule]:
         if hasattr(own, "error"):
             name = next(name for name in ("keep", "drop_prob", "share") if hasattr(own, name))
             yield (f"prune.{part}.{name}", (getattr(own, name) is None) != (own.error is None),
-                   f"null if prune.{part}.error is set, and a number if not")
+                   f"null with prune.{part}.error, which is in its place" if own.error else
+                   f"a number, unless prune.{part}.error gives the error of the gradient in its place")
     for part, kind, count, whole in (("completions", "bottom", G, "drop one of {} (rollout.group_size)"),
                                      ("prompts", "rank", N, "skip one of {} (rollout.prompts_per_step)")):
         prune = getattr(cfg.prune, part)

@@ -223,7 +223,7 @@ def test_a_layer_that_names_another_kind_starts_its_section_empty(good):
     assert load(folder / "topk.yaml", ["prune.completions.kind=none"]).prune == config.Prune()
     assert load(folder / "topk.yaml", ["prune.completions.kind=topk"]).prune.completions.keep == 2
     assert load(folder / "gae.yaml", ["advantage.kind=centred", "critic.lr=null"]).advantage == kinds.Centred()
-    with pytest.raises(ConfigError, match="prune.completions.keep=None must be null if prune.completions.error"):
+    with pytest.raises(ConfigError, match="prune.completions.keep=None must be a number, unless prune"):
         load(folder / "topk.yaml", ["prune.completions.kind=pps"])
     kind, keep = "prune.completions.kind=pps", "prune.completions.keep=3"  # overrides are one layer in any order
     for overrides in ([kind, keep], [keep, kind], ["prune.completions={kind: pps, keep: 3}"],

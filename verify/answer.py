@@ -54,6 +54,7 @@ CHOICE = re.compile(r'"?\s*\(?([A-Z])[).:]\s*"?\s*([^\s∧∨,].*)')
 RADIANS = ("radian", "radians", "rad")
 WORDS = re.compile(r"(?i:yes|no)|(?=.*[A-Za-z]{4})(?:[A-Za-z .,']|(?<=[a-z])-(?=[a-z]{2}))+|"
                    r"\d{1,2}:\d\d[ap]m")
+SHORT_WORD = re.compile("(?i:(?=.*[aeiou])[a-z]{3})")  # cab, but not mgh, which is a product in any order
 
 
 # ---- brackets
@@ -378,7 +379,8 @@ def same_values(gold: str, answer: str, compare: Compare) -> bool:
     if (equal_numbers := same_numbers(gold, answer)) is not None:
         return equal_numbers
     words = read_words(gold), read_words(answer)
-    if any(words) or len(gold) == len(answer) == 1:  # unequal letters
+    letters = len(gold) == len(answer) == 1 or SHORT_WORD.fullmatch(gold) and answer.isalpha()
+    if any(words) or letters:  # unequal ones
         return words[0] is not None and words[0] == words[1]
     gold_kind, gold_members = take_apart(gold, answer)
     answer_kind, answer_members = take_apart(answer, gold)

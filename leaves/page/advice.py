@@ -2,7 +2,7 @@
 
 A draw of squared error e (prune.predicted_error) gives a gradient of 1 + e times the full one's mean square.
 Where one rate is kept, Adam's progress per step goes with (1 + e)^-1/2; where noise is the limit, with
-(1 + e)^-1. docs/experiments.md has what was measured of it.
+(1 + e)^-1. These are predictions; docs/experiments.md has how they are tried.
 """
 
 import math
@@ -10,14 +10,22 @@ from statistics import mean
 
 import torch
 
-from config import Config
+from config import Config, with_value
 from infra.figures import align
 from prune import Candidates, fewest, gradient_size, inclusion
 from records import Batch, Metrics, Rolled
+from settings.kinds import Pps
 from settings.loader import ConfigError
+from settings.rules import all_rules
 
 ERRORS = (0.05, 0.1, 0.3)
 BY_TOKENS = ("pack", "score", "update")  # phases that take seconds in proportion to trained tokens
+
+
+def may_draw(cfg: Config) -> bool:
+    """Tell whether PPS by an error can take the place of a run's own pruning."""
+    drawn = with_value(with_value(cfg, "loss.denominator", "all"), "prune.completions", Pps(error=ERRORS[0]))
+    return all(fine for _, fine, _ in all_rules(drawn))
 
 
 def share_of_tokens(cfg: Config, rolled: Rolled, batch: Batch) -> Metrics:
@@ -61,12 +69,13 @@ def advice(lines: list[dict], seconds: dict[str, float]) -> list[str]:
     by_tokens = sum(took.get(phase, 0.0) for phase in BY_TOKENS)
     rest = (took.get("step") or sum(took.values())) - by_tokens
     full = by_tokens / mean(line["prune/share"] for line in steps)
-    rows, gains = [["error of a draw (0: all kept)", "tokens", "seconds", "progress per second"]], {}
+    gains, rows = {}, [["PPS by an error of", "tokens", "seconds of a step", "progress per second, predicted"]]
     for error in sorted(share):
         spent = rest + full * share[error]
         gains[error] = [(rest + full) / spent * (1 + error) ** -power for power in (1, 0.5)]
-        rows.append([f"{error:g}", f"{share[error]:.2f}", f"{spent:.3g}",
+        rows.append([f"{error:g}" if error else "0 (all)", f"{share[error]:.2f}", f"{spent:.3g}",
                      "{:.2f} to {:.2f}".format(*gains[error])])
     best = max(gains, key=gains.get)
-    settings = f"--set 'prune.completions={{kind: pps, error: {best}, by_cost: true}}'"
-    return ["", *align(rows), f"pays here: {settings}" if best else "pruning does not pay here"]
+    drawn = f"'prune.completions={{kind: pps, keep: null, error: {best}, by_cost: true}}'"
+    said = f"pays, as predicted: --set {drawn} --set loss.denominator=all" if best else "pruning does not pay here"
+    return ["", *align(rows), said]

@@ -7,7 +7,7 @@ from typing import Any
 
 from config import Config
 from infra.runfolder import RunLog
-from leaves.page.advice import share_of_tokens
+from leaves.page.advice import may_draw, share_of_tokens
 from leaves.page.summary import summary
 
 
@@ -26,7 +26,7 @@ class Summary:
 
 def parts(cfg: Config, run: Any) -> Any:
     """Add the measure to train.Parts."""
-    return replace(run, measures=(*run.measures, partial(share_of_tokens, cfg)))
+    return replace(run, measures=(*run.measures, partial(share_of_tokens, cfg))) if may_draw(cfg) else run
 
 
 def watch(cfg: Config, log: RunLog) -> RunLog:

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 
 import pytest
 import torch
@@ -236,9 +237,15 @@ def test_the_advice_by_hand():
               "time/step": 2.0, "time/update": 0.5, "time/rollout": 1.4}, {"step": 1, "eval/few/accuracy": 0.5}]
     _, head, *rows, said = advice.advice(lines, {})
     assert [row.split() for row in rows] == [
-        ["0", "1.00", "3.5", "1.00", "to", "1.00"], ["0.05", "0.80", "3.1", "1.08", "to", "1.10"],
+        ["0", "(all)", "1.00", "3.5", "1.00", "to", "1.00"], ["0.05", "0.80", "3.1", "1.08", "to", "1.10"],
         ["0.1", "0.60", "2.7", "1.18", "to", "1.24"], ["0.3", "0.50", "2.5", "1.08", "to", "1.23"]]
-    assert said == "pays here: --set 'prune.completions={kind: pps, error: 0.1, by_cost: true}'"
+    advised = shlex.split(said.partition("--set ")[2])
+    assert advised[0] == "prune.completions={kind: pps, keep: null, error: 0.1, by_cost: true}"
+    for name in ("cppo_toy", "pps_gsm8k", "ragen_toy", "madpo_toy"):
+        if advice.may_draw(config.load(f"{name}.yaml")):
+            assert config.load(f"{name}.yaml", advised[::2]).prune.completions.error == 0.1
+        else:
+            assert name == "madpo_toy"  # learns from pairs
     assert advice.advice(lines, {"rollout": 9.0, "update": 0.01})[-1] == "pruning does not pay here"
     assert advice.advice(lines[1:], {}) == []
     refuses("--seconds: no step of the run has logged prune/share", advice.advice, lines[1:], {"update": 1.0})

@@ -153,6 +153,7 @@ thirds: \frac{3^{100}-1}{2} | \frac{3^{100}}{2} | \frac{3^{100}+1}{2}
 powers: 2000 | 210^3 | 20
 columns: 7,125 | 7\quad 125 | 7, 125
 spaces: 35 | 3 5 | 3\ 5
+short words: cab | abc | bca | \text{abc} | cb
 signs of letters: xy | |xy| | |x||y|
 bounds: |x-6| | 6-x | x-6
 cases of letters: mgh | mgH | Mgh
