@@ -51,8 +51,7 @@ class Counted:
         samples = self.engine.generate(*given, **named)
         self.rollouts.append({"steps": self.steps, "tokens": sum(s.length for s in samples),
                               "ids": [[*s.ids] for s in samples],
-                              "saved": Steps.saved - saved,
-                              "seconds": process_time() - start})
+                              "saved": Steps.saved - saved, "seconds": process_time() - start})
         return samples
 
 

@@ -95,10 +95,6 @@ def tensors(tree) -> Iterator[Tensor]:
             yield from tensors(branch)
 
 
-def bytes_of(tree) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors(tree) if x.device.type == DEVICE)
-
-
 def work_of(func, args: tuple, out) -> Counter:
     """Count kernels, bytes and FLOP of one op; attention's FLOP are for one pair of a query and a key that meet."""
     name, given = func._schema.name.split("::")[1], list(tensors(args))
@@ -163,9 +159,10 @@ class Device(TorchDispatchMode):
         if DEVICE in before | after:
             work = work_of(func, args, out)
             self.work[phase, part] += work
-            self.held |= {x.untyped_storage(): True for x in tensors(out) if x.device.type == DEVICE}
+            made = [x for x in tensors(out) if x.device.type == DEVICE]
+            self.held |= {x.untyped_storage(): True for x in made}
             # After every op it would take minutes.
-            if phase in ("forward", "backward") and ("flop" in work or bytes_of(out) >= LARGE):
+            if phase in ("forward", "backward") and ("flop" in work or sum(x.nbytes for x in made) >= LARGE):
                 self.peak = max(self.peak, sum(storage.nbytes() for storage in self.held))
             self.waits["sync", phase, line] += asked
             if copies and len(before | after) > 1:

@@ -57,12 +57,6 @@ def configs_of(gone: list[str]) -> set[Path]:
             if any(leaves.LEAVES[leaf] and leaf in gone for leaf in leaves.chosen(config.load(path)))}
 
 
-def names_of(gone: list[str]) -> list[str]:
-    """List the settings, kinds and configs of leaves, as errors name them."""
-    choices = {re.split("[=.]", choice)[-1] for leaf in gone for choice in leaves.LEAVES[leaf]}
-    return sorted(choices | {path.stem for path in configs_of(gone)})
-
-
 def run(folder: Path, *command: str, **environment: str) -> None:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ | environment)
     if done.returncode:
@@ -105,7 +99,10 @@ def main() -> None:
             if lines != expected:
                 sys.exit(f"without {', '.join(gone)} the runs are others")
             if gone and args.tests:
-                given = json.dumps({"leaves": gone, "names": names_of(gone)})
+                # Settings, kinds and configs of these leaves, as errors name them.
+                names = {re.split("[=.]", choice)[-1] for leaf in gone for choice in leaves.LEAVES[leaf]}
+                names |= {path.stem for path in configs_of(gone)}
+                given = json.dumps({"leaves": gone, "names": sorted(names)})
                 run(folder, sys.executable, "-m", "pytest", "-n", "2", "-p", "fallen", *args.tests, GONE=given,
                     PYTHONPATH="tests")
             print(f"without {', '.join(gone) or 'nothing'}: the same", flush=True)

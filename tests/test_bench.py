@@ -8,6 +8,7 @@ import sys
 import time
 from argparse import Namespace
 from pathlib import Path
+from unittest.mock import Mock
 
 import common
 import gpu
@@ -86,13 +87,8 @@ assert unreadable(["x + 1"]) == {"x + 1"}
 @pytest.mark.slow
 def test_a_way_that_runs_out_of_memory_ends_alone(tmp_path, capsys):
     bench = gpu_parts.Bench("updates", "1M", tmp_path / "out.jsonl", torch.device("cpu"), tmp_path, [])
-
-    def exhausted() -> dict:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore lines")
-
-    def lacking() -> dict:
-        raise ConfigError("flash-attn cannot be imported")
-
+    exhausted = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore lines"))
+    lacking = Mock(side_effect=ConfigError("flash-attn cannot be imported"))
     gpu_parts.each(bench, {"small": lambda: {"seconds": [1.0, 3.0]}, "large": exhausted, "flash": lacking,
                            "next": lambda: {"seconds": [2.0]}})
     way = {"part": "updates", "shape": "1M"}

@@ -415,8 +415,6 @@ def test_rates_are_chosen_of_a_whole_grid_and_of_the_neighbour_of_an_end(every_m
 
 FORK = (ROOT / "docs" / "fork.md").read_text().partition("## To try first")[2]
 MINE, MINE_CONFIG = (FORK.partition(f"```{language}\n")[2].partition("```")[0] for language in ("python", "yaml"))
-
-
 SHORT = """
 import sys
 from pathlib import Path

@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -224,9 +225,7 @@ def test_a_gpu_that_torch_cannot_use_is_named_with_the_reason(seen, monkeypatch)
     seen(4, driver=True, built="13.0")
     assert said_on_cpu() == ["device=cpu: the machine has 4 CUDA devices to 8 processes; start fewer"]
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-
-    def too_old():
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).")
+    too_old = Mock(side_effect=RuntimeError("The NVIDIA driver on your system is too old (found version 12020)."))
     seen(1, driver=True, built="13.0", start=too_old)
     for wanted in ("auto", "cuda"):
         refuses(r"too old \(found version 12020\).*580 or newer.*device=cpu", hardware.find_device, wanted)

@@ -57,13 +57,12 @@ def test_a_folder_without_a_step_done_is_taken_over_by_the_same_command_and_by_a
     with monkeypatch.context() as patch:
         patch.setattr(train, "update", broken)
         assert command(train, "--config", yaml) == 2
-    assert [line["step"] for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl")] == [0]
-    for name in ("soft_values.jsonl", "of_the_user.jsonl"):
-        (tmp_path / "run" / name).touch()
-    assert command(train, "--config", yaml, "--resume") == 2
-    assert "has no step done, so there is nothing to go on from; start it without --resume" in capsys.readouterr().err
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "update", broken)
+        assert [line["step"] for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl")] == [0]
+        for name in ("soft_values.jsonl", "of_the_user.jsonl"):
+            (tmp_path / "run" / name).touch()
+        assert command(train, "--config", yaml, "--resume") == 2
+        said = capsys.readouterr().err
+        assert "has no step done, so there is nothing to go on from; start it without --resume" in said
         assert command(train, "--config", yaml) == 2
     assert (tmp_path / "run" / "soft_values.jsonl").is_file()  # what was sampled for this config serves it still
     assert command(train, "--config", yaml, "--set", "seed=5") == 0

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import TOY, as_batch, load, logp_alone, make_groups, parts_of, steps_of, toy_config, weights
+from test_checkpoint import saved
 from test_objectives import gradient_of, learner_on
 from torch import nn
 
@@ -15,7 +16,7 @@ import train
 import update
 from history import epoch_order
 from infra import dist, runfolder
-from infra.checkpoint import Checkpoints, tensors
+from infra.checkpoint import tensors
 from learner import NotFinite, optimizer_step
 from metrics import Clock
 from prune import COMPLETIONS, keep_all, keep_largest
@@ -72,10 +73,9 @@ HOW = {"recompute": (), "engine": ("loss.old_logp=engine",), "corrected": ("loss
 def test_two_updates_are_those_of_a_plain_loop(how, tiny, tmp_path):
     """Two epochs of two mini-batches, twice: right groups, own denominators, old and reference policy kept apart."""
     cfg = toy_config(tmp_path / "run", "update.epochs=2", "update.minibatches=2", "loss.kl=0.3",
-                     "loss.normalize=constant",
-                     "loss.trust.dual=1.3", "loss.trust.high=0.25", "optim.lr=0.06", "optim.warmup_steps=2",
-                     "optim.beta1=0.5", "optim.beta2=0.7", "optim.weight_decay=0.1", "rollout.temperature=0.8",
-                     "pack.capacity=176", *HOW[how])
+                     "loss.normalize=constant", "loss.trust.dual=1.3", "loss.trust.high=0.25", "optim.lr=0.06",
+                     "optim.warmup_steps=2", "optim.beta1=0.5", "optim.beta2=0.7", "optim.weight_decay=0.1",
+                     "rollout.temperature=0.8", "pack.capacity=176", *HOW[how])
     groups = make_groups([[3, 9, 5, 2], [4, 1, 7, 8], [6, 6, 2, 3], [9, 2, 4, 5]], [5, 3, 9, 1])
     adv_NG = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     pruned = keep_largest(adv_NG, 2, "batch")
@@ -248,16 +248,13 @@ def test_every_group_is_trained_on_wherever_it_stood_among_those_offered(tiny, t
 
 def test_a_model_that_is_frozen_as_a_whole_is_saved_whole_and_one_without_weights_is_an_error(tiny, tmp_path):
     frozen = load(tiny).requires_grad_(False)
-    saved = {name: p.clone() for name, p in frozen.named_parameters()}
-    checkpoints = Checkpoints(tmp_path, 1, {"policy": (frozen, ())}, torch.device("cpu"))
-    checkpoints.reach(1, {})
-    checkpoints.save()
-    checkpoints.wait()
+    before = {name: p.clone() for name, p in frozen.named_parameters()}
+    checkpoints = saved(tmp_path, (frozen, ()), 1)
     with torch.no_grad():
         for p in frozen.parameters():
             p.zero_()
     checkpoints.load(tmp_path / "step_000001")
-    assert saved and all(torch.equal(p, saved[name]) for name, p in frozen.named_parameters())
+    assert before and all(torch.equal(p, before[name]) for name, p in frozen.named_parameters())
     with pytest.raises(ValueError, match="cannot hold a Module, which has no weights"):
         tensors(nn.Module())
 

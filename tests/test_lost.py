@@ -211,8 +211,7 @@ def test_a_copy_that_does_not_say_which_run_it_is_changes_neither(original, tmp_
         said = refused(train, "--config", fork / config_file, "--resume", "--set", "steps=5")
         assert f"lies in the run folder {fork}, says out={original}, and both are there" in said
     assert (original / "metrics.jsonl").read_bytes() == before == (fork / "metrics.jsonl").read_bytes()
-    assert command(train, "--config", fork / "config.yaml", "--resume", "--set", "steps=5",
-                   "--set", f"out={fork}") == 0
+    assert command(train, "--config", fork / "config.yaml", "--resume", "--set", "steps=5", "--set", f"out={fork}") == 0
     assert steps(fork) == [1, 2, 3, 4, 5] and (original / "metrics.jsonl").read_bytes() == before
     assert config.load(fork / "config.yaml").out == str(fork)  # it has its own now
 

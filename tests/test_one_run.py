@@ -48,8 +48,7 @@ def differ_on_ranks(folder: Path) -> None:
 
 
 def test_what_is_not_the_same_on_all_ranks_is_named_by_each_before_the_first_step(tmp_path):
-    cfg = toy_config(tmp_path / "run", *FEW, "reward.custom=1",
-                     f"reward.custom_file={write_reward(tmp_path / 'own')}")
+    cfg = toy_config(tmp_path / "run", *FEW, "reward.custom=1", f"reward.custom_file={write_reward(tmp_path / 'own')}")
     (tmp_path / "run.yaml").write_text(config.dump(cfg))
     on_ranks(2, tmp_path, differ_on_ranks, tmp_path)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -221,11 +221,6 @@ OBJECTIVES = {
     "engine-ratio": ({"loss_type": "grpo", **TOKEN_RATIO}, ["loss.tis_cap=2"])}
 
 
-def config_of(step: Step, out: Path, changes: list[str]) -> Config:
-    return toy_config(out, f"model.path={step.folder}", f"rollout.group_size={G}", f"rollout.prompts_per_step={N}",
-                      f"rollout.max_new_tokens={LONGEST}", *changes, name="grpo_toy.yaml")
-
-
 def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
     """How far each tensor's gradient is off, over its largest entry."""
     assert ours.keys() == theirs.keys()
@@ -235,7 +230,9 @@ def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_the_gradient_is_that_of_trls_trainer(name, step, tmp_path):
     settings, changes = OBJECTIVES[name]
-    cfg = config_of(step, tmp_path / "run", changes)
+    cfg = toy_config(tmp_path / "run", f"model.path={step.folder}", f"rollout.group_size={G}",
+                     f"rollout.prompts_per_step={N}", f"rollout.max_new_tokens={LONGEST}", *changes,
+                     name="grpo_toy.yaml")
     learner, peer = learner_on(step.folder, cfg), trainer(step, tmp_path / "trl", settings)
     peer.use_vllm = "vllm_importance_sampling_mode" in settings
     step = replace(step, groups=with_engine(step, learner))

@@ -119,8 +119,7 @@ def test_what_another_pruning_would_have_done_is_what_it_does(run_of, tmp_path, 
 def test_each_draw_is_one_pass_of_the_training_step(name, run_of, monkeypatch, capsys):
     """Its figures are the mean over them."""
     seen, compare_gradients = [], replay.compare_gradients
-    monkeypatch.setattr(replay, "compare_gradients",
-                        lambda *given: seen.append(compare_gradients(*given)) or seen[-1])
+    monkeypatch.setattr(replay, "compare_gradients", lambda *given: seen.append(compare_gradients(*given)) or seen[-1])
     text = shown(capsys, run_of(name), 3, "prune.completions={kind: pps, keep: 2, scope: batch}",
                  "loss.denominator=all", draws=5)
     drawn = 2 if name == "dppo" else 1  # its own pruning draws too, that of cppo does not

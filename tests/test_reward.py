@@ -14,8 +14,7 @@ from verify import grade as grading
 FULL = "<think>6*7</think>\n<answer>42</answer>"
 
 
-def parts_of(text: str, gold: str = "42", tokens: int = 1, longest: int = 10,
-             **settings: object) -> dict[str, float]:
+def parts_of(text: str, gold: str = "42", tokens: int = 1, longest: int = 10, **settings: object) -> dict[str, float]:
     cfg = Reward(**({"accuracy": 0.0} | settings))
     problem = Prompt("q", (1,), gold)
     return dict(zip(reward.list_components(cfg), score([((text,), problem, tokens)], longest, cfg)[0], strict=True))

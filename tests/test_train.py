@@ -194,8 +194,6 @@ GSM8K = [
     {"question": f"Tom’s {n} hens lay {n} eggs each on Monday — and ½ as many on Tuesday. How many eggs in all?",
      "answer": f"On Monday {n} * {n} = <<{n}*{n}={n * n}>>{n * n}, so {n * n * 3 // 2:,}.\n#### {n * n * 3 // 2:,}"}
     for n in (4, 6, 8, 40)]
-
-
 SMALLER = {"vapo_math.yaml": ["critic.pretrain_steps=1"], "dapo_math.yaml": ["reward.overlong_tokens=8"],
            "depo_math.yaml": ["reward.overlong_tokens=8"], "dppo_listed_math.yaml": ["pack.budget=3000"],
            "tppo_math.yaml": ["critic.pretrain_steps=1", "windows.tokens=10"]}

@@ -35,8 +35,7 @@ def main() -> None:
         prompts = [g.prompt.ids for g in make_groups([[1]] * 3, [150, 4, 9], seed=dist.rank())]
         prompts = prompts[dist.rank():]
         samples = engine.generate(ask(prompts, [10 * dist.rank() + i for i in range(len(prompts))], 12), 0.7)
-        gaps += [torch.tensor(s.logp) - trainer_logp(plain, p, s, 0.7)
-                 for p, s in zip(prompts, samples, strict=True)]
+        gaps += [torch.tensor(s.logp) - trainer_logp(plain, p, s, 0.7) for p, s in zip(prompts, samples, strict=True)]
         tokens += [list(s.ids) for s in samples]
         with torch.no_grad():
             for p, q in zip(policy.parameters(), plain.parameters(), strict=True):

@@ -20,8 +20,6 @@ from records import Prompt, Request, Sample, Stops
 from rollout import TorchEngine
 
 PROMPTS = [Prompt(str(i), tuple(random.Random(i).choices(range(3, 400), k=1 + 4 * i)), "") for i in range(5)]
-
-
 ENDING = frozenset(range(0, 477, 9))  # a ninth of the vocabulary, so that completions have many lengths
 
 

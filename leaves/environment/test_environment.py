@@ -115,8 +115,7 @@ def test_replies_follow_turns_as_context_and_own_tokens_are_as_sampled():
     assert (sample.calls, sample.failures, sample.finished, sample.cut) == (2, 0, True, False)
     # Each turn reads all that is before it, and has a seed of its own.
     asked = [request for requests in engine.asked for request in requests]
-    assert [list(request.tokens_before) for request in asked] == [
-        [5, 6, 7, *sum(parts[:2 * k], [])] for k in range(3)]
+    assert [list(request.tokens_before) for request in asked] == [[5, 6, 7, *sum(parts[:2 * k], [])] for k in range(3)]
     assert len({request.seed for request in asked}) == 3 and asked[0].seed == 11
     assert [request.limit for request in asked] == [100 - sum(map(len, parts[:2 * k:2])) for k in range(3)]
 

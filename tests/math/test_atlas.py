@@ -175,7 +175,6 @@ STRANGE = "advantage: {kind: strange}"
 
 
 @pytest.mark.parametrize(("text", "setting", "said"), [
-    ("x = 1", "", "defines none of ADVANTAGES, COMPLETIONS, TRUST, weigh, wrap"),
     ("x =", "", "mine.py raised SyntaxError: invalid syntax"),
     ("def wrap(cfg, history, sampler): ...", "", "cannot express wrap: it replaces the sampler, .* hashes of seeds"),
     ("def weigh(rows, logp, entropy, loss): ...", "", "cannot express weigh: it reads packed rows"),

@@ -135,8 +135,7 @@ def test_a_token_of_one_completion_changes_nothing_in_another(tiny, tmp_path):
             if (row.segment_C == segment).sum() > 1:  # the last token but one, which the last is predicted from
                 ids_T = row.ids_T.index_fill(0, torch.tensor(last), int(row.ids_T[last] + 1) % 400)
                 after_C = learner.log_probs(learner.policy, replace(row, ids_T=ids_T))
-                assert (after_C != before_C).nonzero()[:, 0].tolist() == [
-                    int((row.segment_C <= segment).sum()) - 1]
+                assert (after_C != before_C).nonzero()[:, 0].tolist() == [int((row.segment_C <= segment).sum()) - 1]
 
 
 def in_rank(rank: int, ranks: int, folder: str, work, *arguments) -> None:
@@ -185,8 +184,7 @@ def trained_unchecked(cfg: config.Config) -> Gradient:
 
 def step_metrics(folder) -> dict[str, float]:
     """Everything logged but what does depend on the ranks: times, memory, and how rows are shared out."""
-    shared_out = ("time/", "memory/", "pack/rows", "pack/tokens", "pack/density", "pack/imbalance",
-                  "teacher/tokens")
+    shared_out = ("time/", "memory/", "pack/rows", "pack/tokens", "pack/density", "pack/imbalance", "teacher/tokens")
     return {f"{i}/{key}": value for i, line in enumerate(runfolder.read_log(folder / "metrics.jsonl"))
             for key, value in line.items() if not key.startswith(shared_out)}
 
@@ -240,8 +238,7 @@ def test_any_number_of_ranks_gives_the_same_parameters_metrics_and_decisions(nam
             torch.testing.assert_close(other, alone, rtol=0, atol=1e-9)
         assert step_metrics(tmp_path / f"{ranks}") == pytest.approx(step_metrics(tmp_path / "one"), rel=1e-9, abs=1e-12)
         decisions = [read_decisions(tmp_path / run) for run in ("one", f"{ranks}")]
-        assert decisions[0] == decisions[1] and ('"weight": 0}' in decisions[0]) == (
-            name in ("dppo", "madpo", "depo"))
+        assert decisions[0] == decisions[1] and ('"weight": 0}' in decisions[0]) == (name in ("dppo", "madpo", "depo"))
     before = weights(load(TOY, torch.float64))
     moved = {key: p - before.get(key, 0.0) for key, p in alone.items() if not key.endswith("lora_A")}
     assert max(p.abs().max() for p in moved.values()) > 1e-5
@@ -257,8 +254,7 @@ def resumed(cfg: config.Config) -> Gradient:
     ("dppo", 1, 2), ("tppo", 2, 3), ("greso", 2, 3), ("tppo-lora", 2, 3), ("madpo", 1, 2), ("depo", 1, 2),
     ("optpo", 2, 1), ("opd", 1, 2)])
 def test_a_run_goes_on_on_another_number_of_ranks_with_the_same_prompts_and_masks(name, before, after, tmp_path):
-    cfg = pruned_config(name, tmp_path / "run", "steps=4", "checkpoint.every=2", "checkpoint.keep=2",
-                        "data.eval=null")
+    cfg = pruned_config(name, tmp_path / "run", "steps=4", "checkpoint.every=2", "checkpoint.keep=2", "data.eval=null")
     alone, folder = on_ranks(before, tmp_path, trained_unchecked, cfg)[0], tmp_path / "run"
     decisions, measured = read_decisions(folder), step_metrics(folder)
     (folder / "checkpoints" / "latest").write_text("step_000002")

@@ -284,11 +284,6 @@ def windowed(groups: list[Group]) -> list[Group]:
     return [Group(group.prompt, tuple(cut(s, g) for g, s in enumerate(group.samples))) for group in groups]
 
 
-def own_places(sample: Sample) -> list[int]:
-    """Where the policy's tokens are: everywhere but in replies (test_replies.py)."""
-    return [t for start, to in sample.turns[::2] for t in range(start, to)]
-
-
 def learner_on(folder, cfg: Config) -> Learner:
     """What an update by this config works with, on the model in the folder."""
     return parts_of(cfg, folder).learner
@@ -379,15 +374,15 @@ class Case:
         answers = []
         for n, group in enumerate(self.groups):
             for g, s in enumerate(group.samples):
-                value_T, own = self.values(group, s), own_places(s)
+                value_T = self.values(group, s)
+                own = [t for start, to in s.turns[::2] for t in range(start, to)]  # not in replies (test_replies.py)
                 answers.append(Answer(
                     logp_alone(self.now, group, s)[own], logp_alone(self.old, group, s)[own].detach(),
                     torch.tensor(s.logp.tolist(), dtype=torch.float64)[own],
                     logp_alone(self.ref, group, s)[own].detach(), logp_alone(self.teacher, group, s)[own].detach(),
                     self.entropies(self.now, group, s)[own],
                     value_T[own], value_T[-1], float(self.reward_NG[n, g]),
-                    self.reward_NG[n], bool(self.batch.correct_NG[n, g]), len(own) - s.trained, s.pending,
-                    n, g))
+                    self.reward_NG[n], bool(self.batch.correct_NG[n, g]), len(own) - s.trained, s.pending, n, g))
         self.textbook(answers, self.cfg).backward()
         return gradients(self.now)
 

@@ -212,8 +212,7 @@ def test_different_values_are_not_equal(values):
 def spelled(value: Fraction, rng: random.Random) -> str:
     """One of the ways to write it."""
     top, bottom = value.numerator, value.denominator
-    ways = [f"{top}/{bottom}", rf"\frac{{{top}}}{{{bottom}}}", rf"-\frac{{{-top}}}{{{bottom}}}",
-            f"x={top}/{bottom}"]
+    ways = [f"{top}/{bottom}", rf"\frac{{{top}}}{{{bottom}}}", rf"-\frac{{{-top}}}{{{bottom}}}", f"x={top}/{bottom}"]
     if bottom in (1, 2, 4, 5, 8, 10):
         ways += [f"{float(value)}", f"{float(value)}e0", rf"{float(value) / 1000:.9f}\times10^{{3}}",
                  f"{float(value):,}"]

@@ -40,8 +40,7 @@ def test_every_gold_solution_is_right(name):
 
 
 def test_every_gold_answer_is_right_and_nearly_all_can_be_read():
-    names = ("gsm8k_test", "math_train", "math_test4500", "aime24", "aime25", "amc23", "minerva_math",
-             "olympiadbench")
+    names = ("gsm8k_test", "math_train", "math_test4500", "aime24", "aime25", "amc23", "minerva_math", "olympiadbench")
     golds = [row["answer"] for name in names for row in lines(name)]
     assert all(verdict(gold, gold) == "right" for gold in golds)
     assert len(grading.unreadable(golds)) <= 5
