@@ -12,7 +12,7 @@ from settings import leaves
 class Check:
     name: str
     passed: bool
-    figures: str  # what was measured
+    figures: str  # the measurements
     remedy: str   # what to do if it failed
 
 

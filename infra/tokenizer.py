@@ -266,7 +266,7 @@ class Tokenizer:
 
 
 def load_tokenizer(cfg: Config, folder: Path) -> Tokenizer:
-    """Read the tokenizer of a model folder as a config has it, with what leaves add. Raises ConfigError."""
+    """Read the tokenizer of a model folder as a config has it, changed by leaves. Raises ConfigError."""
     return leaves.through("tokenizer", cfg, Tokenizer(folder, cfg.data, cfg.rollout.stop or ()))
 
 

@@ -51,7 +51,7 @@ def start_call(own: RewardFile, problem: Problem | Prompt, turns: Sequence[str],
 @functools.lru_cache(maxsize=20_000)
 def start_once(own: RewardFile, judged: RewardCall) -> Future:
     known = {
-        "text": judged.turns[-1],  # what the policy has said last
+        "text": judged.turns[-1],  # the policy's last turn
         "gold": judged.gold,
         "tokens": judged.tokens,
         "row": judged.row,
