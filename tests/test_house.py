@@ -263,7 +263,7 @@ def test_every_table_of_results_says_how_it_was_measured():
     A script, or a part of one, that was removed since has a commit with it: "Command: `...` (removed; in b0008e7)".
     """
     pages = TEXTS["RESULTS.md"] + TEXTS["docs/court.md"]
-    parts = re.split(r"^#{2,3} ", pages, flags=re.MULTILINE)
+    _, *parts = re.split(r"^#{2,3} ", pages, flags=re.MULTILINE)  # the first table links to the others
     measured = [section for section in parts if tables(section)]
     assert len(measured) > 15
     for section in measured:

@@ -69,7 +69,7 @@ def advice(lines: list[dict], seconds: dict[str, float]) -> list[str]:
     by_tokens = sum(took.get(phase, 0.0) for phase in BY_TOKENS)
     rest = (took.get("step") or sum(took.values())) - by_tokens
     full = by_tokens / mean(line["prune/share"] for line in steps)
-    gains, rows = {}, [["PPS by an error of", "tokens", "seconds of a step", "progress per second, predicted"]]
+    gains, rows = {}, [["PPS by an error of", "tokens", "seconds", "progress per second, predicted"]]
     for error in sorted(share):
         spent = rest + full * share[error]
         gains[error] = [(rest + full) / spent * (1 + error) ** -power for power in (1, 0.5)]
@@ -77,5 +77,5 @@ def advice(lines: list[dict], seconds: dict[str, float]) -> list[str]:
                      "{:.2f} to {:.2f}".format(*gains[error])])
     best = max(gains, key=gains.get)
     drawn = f"'prune.completions={{kind: pps, keep: null, error: {best}, by_cost: true}}'"
-    said = f"pays, as predicted: --set {drawn} --set loss.denominator=all" if best else "pruning does not pay here"
-    return ["", *align(rows), said]
+    pays = f"pays, as predicted: --set {drawn} --set loss.denominator=all"
+    return ["", *align(rows), pays if best else "pruning does not pay here"]
