@@ -130,7 +130,7 @@ def to_problem(row: dict, place: str, default_id: str, columns: Columns, needs_a
         may_be_empty = key == "solution" or (key == "answer" and not needs_answer)
         if not isinstance(value, str) or not (value.strip() or may_be_empty):
             column = f" (column {columns.get(key)!r})" if key in columns else ""
-            without = "" if needs_answer else ", or go without: data.columns={answer: null}"
+            without = ", or go without: data.columns={answer: null}" * (key == "answer" and not needs_answer)
             raise ConfigError(
                 f"{place}: {key!r}{column} must be a non-empty text, not {SHORT.repr(value)}; mend or remove "
                 f"the line{without}")

@@ -66,7 +66,7 @@ def columns_of(source: str, rows: list[dict], columns: Columns) -> Columns:
             there[name] = column
         if not found and (ours or name != "question"):
             to_stderr(f"{source}: no row has the column {column!r} that data.columns names for {name}"
-                      + f"; its own {name!r} is taken" * ours)
+                      + f"; one of {', '.join((name, *OTHER_NAMES.get(name, ())))} is taken" * ours)
     return there
 
 

@@ -152,7 +152,7 @@ class Tokenizer:
             return encodable(
                 self.template.render(messages=messages, add_generation_prompt=generate, **arguments))
         except Exception as error:  # a template may compute anything
-            advice = "does it accept data.system_prompt?"
+            advice = "does it accept data.system_prompt?" if len(messages) > 1 else "mend it"
             if "strftime_now" in str(error):
                 advice = "it writes today's date: set data.date to one that stays, such as 2026-01-31"
             raise ConfigError(

@@ -33,7 +33,7 @@ def grade_cases(path: Path) -> int:
         print(f"{name:<24} {outcomes.total():>6} {fraction_right:>9.1%} {outcomes['false positive']:>16} "
               f"{outcomes['false negative']:>16}")
     killed = sum(graded["verdict"] == "timed_out" for graded in grades)
-    print(f"{len(cases)} cases in {seconds:.1f} s; {killed} took more than {VERIFY_SECONDS:g} s: wrong")
+    print(f"{len(cases)} cases in {seconds:.1f} s; {killed} took more than {VERIFY_SECONDS:g} s: wrong too")
     return 0
 
 
