@@ -151,7 +151,9 @@ def load_sharded(cfg: Config, source: Path, device: torch.device, dtype: torch.d
 def shard_empty(model: nn.Module, backbone: Decoder, settings: Model, offload: bool, device: torch.device,
                 dtype: torch.dtype) -> None:
     """Shard an empty model over the ranks and give it memory."""
-    dist.shard(model, backbone.layers, device, dtype, offload)
+    # A rank alone without a cast has nothing to gather; FSDP's hooks alone are a tenth of a small update.
+    if dist.world_size() > 1 or offload or dtype != dist.dtype_of_trained(model):
+        dist.shard(model, backbone.layers, device, dtype, offload)
     model.to_empty(device="cpu" if offload else device)
     backbone.checkpoint_blocks, backbone.logp_chunk = settings.checkpoint_blocks, settings.logp_chunk
     if settings.compile:

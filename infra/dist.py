@@ -100,8 +100,6 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], device: torch.device, d
     Every rank must make the same passes. `offload` keeps weights, gradients and the optimizer's state in the
     host's memory.
     """
-    if world_size() == 1 and dtype == dtype_of_trained(model) and not offload:
-        return  # there is nothing to gather or to cast; FSDP's hooks alone are a tenth of a small update
     mesh = init_device_mesh(device.type, (world_size(),))
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype_of_trained(model))
     place = CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()

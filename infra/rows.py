@@ -66,7 +66,7 @@ def columns_of(source: str, rows: list[dict], columns: Columns) -> Columns:
             there[name] = column
         if not found and (ours or name != "question"):
             to_stderr(f"{source}: no row has the column {column!r} that data.columns names for {name}"
-                      + f"; one of {', '.join((name, *OTHER_NAMES.get(name, ())))} is taken" * ours)
+                      + "; the column that has one of our own names for it is taken" * ours)
     return there
 
 

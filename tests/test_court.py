@@ -455,7 +455,7 @@ def test_a_method_that_would_not_be_tried_is_an_error(plugged, refused, tmp_path
     assert "mine.py has no mine.yaml beside it" in refused(try_method, str(mine))
     why = refused(court, "--method", str(mine))
     assert "advantage.kind=group_norm is not of" in why and '--set "advantage={kind: deviation}"' in why
-    for name, text, says in [("none", "ADVANTAGE = {}", "defines none of ADVANTAGES, COMPLETIONS, TRUST, weigh, wrap"),
+    for name, text, says in [("none", "ADVANTAGE = {}", "defines none of ADVANTAGES, COMPLETIONS, TRUST, OPTIMIZERS"),
                              ("taken", MINE.replace("deviation", "centred"), "advantage.kind=centred is there already"),
                              ("unnamed", MINE.replace('@kind("deviation")', ""), "Deviation has no name")]:
         (tmp_path / f"{name}.py").write_text(text)

@@ -379,8 +379,8 @@ def same_values(gold: str, answer: str, compare: Compare) -> bool:
     if (equal_numbers := same_numbers(gold, answer)) is not None:
         return equal_numbers
     words = read_words(gold), read_words(answer)
-    letters = len(gold) == len(answer) == 1 or SHORT_WORD.fullmatch(gold) and answer.isalpha()
-    if any(words) or letters:  # unequal ones
+    # Equal letters were seen before.
+    if any(words) or len(gold) == len(answer) == 1 or SHORT_WORD.fullmatch(gold) and answer.isalpha():
         return words[0] is not None and words[0] == words[1]
     gold_kind, gold_members = take_apart(gold, answer)
     answer_kind, answer_members = take_apart(answer, gold)

@@ -83,7 +83,8 @@ def parts(cfg: Any, run: Any) -> Any:
     with torch.device("meta"):
         backbone = Decoder(replace(read_shape(source), tied=True))  # tied: without a language head of its own
         model = ValueModel(backbone, middle).to(wide)
-    dist.shard(model.value, (), learner.device, wide, cfg.optim.offload)  # not rounded as the backbone is
+    if learner.dtype != wide:  # not rounded as the backbone is
+        dist.shard(model.value, (), learner.device, wide, cfg.optim.offload)
     run.weights.adapt(backbone, learner.dtype)
     shard_empty(model, backbone, cfg.model, cfg.optim.offload, learner.device, learner.dtype)
     run.weights.fill(backbone, source)

@@ -69,11 +69,11 @@ def advice(lines: list[dict], seconds: dict[str, float]) -> list[str]:
     by_tokens = sum(took.get(phase, 0.0) for phase in BY_TOKENS)
     rest = (took.get("step") or sum(took.values())) - by_tokens
     full = by_tokens / mean(line["prune/share"] for line in steps)
-    gains, rows = {}, [["PPS by an error of", "tokens", "seconds", "progress per second, predicted"]]
+    gains, rows = {}, [["PPS by an error of (0: all)", "tokens", "seconds", "progress per second, predicted"]]
     for error in sorted(share):
         spent = rest + full * share[error]
         gains[error] = [(rest + full) / spent * (1 + error) ** -power for power in (1, 0.5)]
-        rows.append([f"{error:g}" if error else "0 (all)", f"{share[error]:.2f}", f"{spent:.3g}",
+        rows.append([f"{error:g}", f"{share[error]:.2f}", f"{spent:.3g}",
                      "{:.2f} to {:.2f}".format(*gains[error])])
     best = max(gains, key=gains.get)
     drawn = f"'prune.completions={{kind: pps, keep: null, error: {best}, by_cost: true}}'"

@@ -237,7 +237,7 @@ def test_the_advice_by_hand():
               "time/step": 2.0, "time/update": 0.5, "time/rollout": 1.4}, {"step": 1, "eval/few/accuracy": 0.5}]
     _, head, *rows, said = advice.advice(lines, {})
     assert [row.split() for row in rows] == [
-        ["0", "(all)", "1.00", "3.5", "1.00", "to", "1.00"], ["0.05", "0.80", "3.1", "1.08", "to", "1.10"],
+        ["0", "1.00", "3.5", "1.00", "to", "1.00"], ["0.05", "0.80", "3.1", "1.08", "to", "1.10"],
         ["0.1", "0.60", "2.7", "1.18", "to", "1.24"], ["0.3", "0.50", "2.5", "1.08", "to", "1.23"]]
     advised = shlex.split(said.partition("--set ")[2])
     assert advised[0] == "prune.completions={kind: pps, keep: null, error: 0.1, by_cost: true}"
