@@ -44,12 +44,12 @@ def figures(*options: str) -> dict:
     return json.loads(process.stdout)
 
 
-def excess(row: dict) -> list[str]:
-    """List the lines of each phase in which the host waits more often than WAITS allows, FSDP2's own copies apart."""
+def excess(row: dict, allowed: dict = WAITS) -> list[str]:
+    """List the lines of each phase in which the host waits more often than is allowed, FSDP2's own copies apart."""
     waits = [wait for wait in row["waits"] if wait[2] != "fsdp"]
     counts = Counter((what, phase) for what, phase, _, count in waits for _ in range(count))
     return [f"{what}, {phase}: {count} x {line}" for what, phase, line, count in waits
-            if counts[what, phase] > WAITS.get((what, phase), 0) * row["passes"]]
+            if counts[what, phase] > allowed.get((what, phase), 0) * row["passes"]]
 
 
 @pytest.mark.slow
@@ -62,9 +62,9 @@ def test_a_sync_in_the_loss_is_seen():
 @pytest.mark.parametrize("case", CASES)
 def test_an_update_waits_launches_and_computes_no_more_than_it_did(case):
     row = figures(*CASES[case])
-    assert excess(row) == []  # nothing in forward, loss, backward or a row's metrics asks for a value
-    assert row["log_probs"] == ["torch.float32 on fakegpu"]
-    assert row["products"] == ["flop in torch.bfloat16"]
+    norm = {("to device", "descend"): 1} if case == "offload" else {}  # which the host's gradients have
+    assert excess(row, WAITS | norm) == []  # nothing in forward, loss, backward or a row's metrics asks for a value
+    assert (row["log_probs"], row["products"]) == (["torch.float32 on fakegpu"], ["flop in torch.bfloat16"])
     assert row["unlike"] == []  # gradients have their weights' dtype, device, shape, and shape of the shard
     more = OF_ADAPTERS if "lora" in case else OF_ENTROPY if case == "entropy" else {}
     kernels = row["kernels"]  # of a layer, and of a chunk of the head
