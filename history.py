@@ -81,6 +81,7 @@ class PromptHistory:
             prob_K = self.rollout_prob([k for _, k in block])
             for (epoch, k), prob in zip(block, prob_K.tolist(), strict=True):
                 prompt = self.prompts[k]
+                # A seed is uniform below 2^63.
                 kept = seed_for(self.seed, epoch, prompt.id, "prompt") < prob * 2**63
                 weight = 0.0
                 if kept:

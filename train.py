@@ -106,24 +106,24 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
         for step in run.log.steps(parts.first, cfg.steps):
             clock, rolled, seed = Clock(), Rolled(), dist.seed_for(cfg.seed, step, "prune")
             while count := prompts_needed(rolled, selection, seed):  # in rounds, if rollout.until says so
-                draws = history.draw(count)                 # which prompts; some are skipped
+                draws = history.draw(count)                 # 1. prompts; some are skipped
                 with clock.phase("rollout"):
-                    groups = sampler.rollout(draws)         # o_1 .. o_G ~ pi_old(. | q), with log-probs
+                    groups = sampler.rollout(draws)         # 2. o_1 .. o_G ~ pi_old(. | q), with log-probs
                 with clock.phase("reward"):
-                    rewards = sampler.score(groups)         # named components, on every rank
-                # A_i from all G, before pruning
+                    rewards = sampler.score(groups)         # 3. named components, on every rank
+                # 4. A_i from all G, before pruning
                 adv_NG = parts.advantage(groups, rewards, cfg.advantage)
                 newest = Rolled(draws, groups, rewards, adv_NG)
                 history.record(newest)
                 rolled += newest
-            # survivors and their weights, of each epoch if update.redraw asks for it
+            # 5. survivors and their weights, of each epoch if update.redraw asks for it
             batch, *redrawn = [choose(rolled, selection, seed, epoch) for epoch in range(selection.draws)]
             history.adapt(rolled)
             with clock.phase("sync"):
                 engine.sleep()
             if run.checkpoints.written:
                 run.checkpoints.wait_for_copies()
-            # pack, -sum w f A logp, optimizer step
+            # 6. pack, 7. -sum w f A logp, optimizer step
             measured = update(learner, batch, step, clock, redrawn)
             for follow in parts.after_update:
                 measured |= follow(learner, rolled, step, clock)
