@@ -20,7 +20,7 @@ from settings import kinds
 
 SIZE_FLOOR = 0.1  # least size over the mean size if a KL, say, gives an advantage of 0 a gradient
 LEAST_SURPRISE = 0.01  # least size of a token: the trainer may be less sure of it than the engine was
-SLACK = 1 - 1e-5  # factor on a mean: equal sizes are not below it, however their sum is rounded
+SLACK = 1 - 1e-5  # factor on a mean, so that equal sizes are not below theirs, which a sum has rounded
 MOST_DROPPED = 0.99  # largest chance to be dropped: a norm that is guessed to be 0 may not be 0
 RELATIVE_ZERO = 1e-12  # a size below so much of the largest is a rounding error, and counts as 0
 LARGER, TINY = 1 + 1e-9, 1e-12  # equal variances are not larger, however they are rounded

@@ -96,18 +96,22 @@ class Bottom:
 class Bernoulli:
     """Dynamic Pruning as proved (arXiv:2603.04135): drop small |A| at random, weigh up the kept. Unbiased."""
     drop_prob: DropProb | None = None  # of a completion with an |advantage| below its group's mean
-    error: Positive | None = None  # in its place: as likely as this predicted error of the gradient allows
+    # in its place: the largest drop_prob whose predicted squared error of the step's gradient, over its
+    # squared norm, is at most this
+    error: Positive | None = None
 
 
 @kind("pps")
 class Pps:
     """Draw a given number with probability in proportion to size, and weigh by its inverse. Unbiased."""
     keep: KeepCount | None = None       # per group, of rollout.group_size
-    # in its place: the fewest of the whole step with this predicted error of its gradient, over its square
+    # in its place: the fewest whose predicted squared error of the step's gradient, over its squared norm,
+    # is at most this
     error: Positive | None = None
     # batch: keep x groups of the whole step; an error is always of the whole step
     scope: Literal["group", "batch"] = "group"
-    # |advantage|, or a guess of the gradient's norm: by log-probs, by these if a teacher will read, by length
+    # adv: |advantage|. The others guess the norm of a completion's gradient: surprise by the engine's
+    # log-probs; nats by them if a teacher's advantages are still to come; length by the number of tokens
     size: Literal["adv", "surprise", "nats", "length"] = "surprise"
     by_cost: bool = False          # size over sqrt(length), for a budget of tokens instead of completions
 
