@@ -260,10 +260,9 @@ def versions() -> dict[str, str]:
 
 def run_git(*command: str) -> str | None:
     """Return the output of git in the code's folder; None without git, or if it is no checkout."""
-    if not (REPOSITORY / ".git").exists():  # of an installed copy: another repository may lie around it
-        return None
+    own = f"--git-dir={REPOSITORY / '.git'}"  # another repository may lie around an installed copy
     try:
-        process = subprocess.run(["git", *command], cwd=REPOSITORY, capture_output=True, text=True,
+        process = subprocess.run(["git", own, *command], cwd=REPOSITORY, capture_output=True, text=True,
                                  errors="replace")
     except FileNotFoundError:
         return None

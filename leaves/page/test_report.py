@@ -242,7 +242,7 @@ def test_the_advice_by_hand():
     advised = shlex.split(said.partition("--set ")[2])
     assert advised[0] == "prune.completions={kind: pps, keep: null, error: 0.1, by_cost: true}"
     for name in ("cppo_toy", "pps_gsm8k", "ragen_toy"):
-        assert advice.may_draw(config.load(f"{name}.yaml"))
+        assert advice.may_draw(config.with_value(config.load(f"{name}.yaml"), "rollout.sleep", "always"))  # as chosen
         assert config.load(f"{name}.yaml", advised[::2]).prune.completions.error == 0.1
     assert not advice.may_draw(config.load("madpo_toy.yaml"))  # learns from pairs
     assert advice.advice(lines, {"rollout": 9.0, "update": 0.01})[-1] == "pruning does not pay here"
