@@ -27,7 +27,7 @@ import strangers
 import torch
 from enumeration import MAX_LEN, SKIPPING, Problem, Steps, all_steps, lengths_of, make_problem, reward_of
 from estimators import ADVANTAGES, CONTROLS, PRUNERS, REGIONS, Estimator, all_draws, compare, gradients
-from kept_runs import experiment_status, parser, table
+from kept_runs import exit_status, parser, table
 from torch import Tensor
 
 EXACT, TINY = 1e-12, 1e-9
@@ -530,7 +530,7 @@ if __name__ == "__main__":
     options.add_argument("--set", action="append", default=[], help="of --method: change one setting")
     args = options.parse_args()
     if args.method:
-        sys.exit(experiment_status(lambda: try_own(args.method, args.config, args.set)))
+        sys.exit(exit_status(lambda: try_own(args.method, args.config, args.set), lambda: "nothing is kept"))
     for title, lines in tables().items():
         print("\n".join([f"\n{title}\n", *lines]), flush=True)
     print(json.dumps({"experiment": "atlas", "rows": all_rows()}))

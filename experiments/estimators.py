@@ -223,7 +223,7 @@ def draw_by_seeds(given: prune.Candidates, settings: Any, prob_NG: Tensor) -> Dr
     DRAWN.add(settings.kind)
     draws, often_NG = [], torch.zeros_like(prob_NG)
     while len(draws) < SEEDS or (often_NG[prob_NG > 0] == 0).any():
-        draws.append(prune.COMPLETIONS[settings.kind](replace(given, seed=len(draws)), settings))
+        draws.append(prune.COMPLETIONS[settings.kind](replace(given, seed=given.seed + len(draws)), settings))
         often_NG += draws[-1].keep_NG
         off = (often_NG - len(draws) * prob_NG).sum().abs()
         if len(draws) > MOST or off > 1 + 5 * (len(draws) * prob_NG * (1 - prob_NG)).sum().sqrt():
@@ -246,9 +246,28 @@ def draw_kinds(problem: Problem, steps: Steps, adv_SNG: Tensor, chosen: Estimato
     for s in first_U:
         groups = groups_of(problem, chosen.behind, steps, s)
         given = prune.Candidates(
-            adv_SNG[s], groups, chosen.normalize, advantage_only=True, seed=0, reward_NG=reward_SNG[s])
+            adv_SNG[s], groups, chosen.normalize, True, seed=2 * MOST * int(s), reward_NG=reward_SNG[s])
         draws.append(outcomes_of(given, settings))
+    if settings.kind in DRAWN - {"pps"}:
+        require_stated(settings.kind, adv_SNG[first_U], draws)
     return draws, kind_S
+
+
+def require_stated(kind: str, adv_UNG: Tensor, draws: list[Draws]) -> None:
+    """Raise ConfigError if over all steps those of a larger |A|, a larger A or a later place are kept more or
+    less often than is stated, though their number may be right: by more than six standard deviations."""
+    off, variance = torch.zeros(3), torch.zeros(3)
+    for adv_NG, drawn in zip(adv_UNG, draws, strict=True):
+        prob_NG = drawn[0][1].prob_NG
+        often_NG = sum(outcome.keep_NG.double() for _, outcome in drawn)
+        place_NG = torch.arange(adv_NG.shape[1], dtype=adv_NG.dtype).expand_as(adv_NG)
+        for i, x_NG in enumerate((adv_NG.abs(), adv_NG, place_NG)):
+            x_NG = (x_NG - x_NG.nanmean()).nan_to_num()
+            off[i] += ((often_NG - len(drawn) * prob_NG) * x_NG).sum()
+            variance[i] += (len(drawn) * prob_NG * (1 - prob_NG) * x_NG ** 2).sum()
+    if (off.abs() > 6 * variance.sqrt() + 1e-9).any():
+        raise ConfigError(f"prune.completions.kind={kind} keeps others than by the chances that it "
+                          f"states, by {(off / variance.sqrt()).tolist()} deviations of |A|, A and place")
 
 
 class Drawn(NamedTuple):

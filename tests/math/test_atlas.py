@@ -161,6 +161,10 @@ def test_a_pruner_that_draws_is_exact_by_the_chances_that_it_states_and_these_ar
     assert "| mine | 1.00 | exact |" in said and f"Exact in all {len(atlas.WORLDS)} worlds tried" in said
     with pytest.raises(ConfigError, match="states chances of .* and keeps .* times in"):
         tried(RANDOM.replace("STATED", "chance_NG / 3").replace('"random"', '"bad"'), chosen.replace("random", "bad"))
+    by_size = RANDOM.replace("STATED", "chance_NG * 0 + 1 / point.shape[1]").replace('"random"', '"worse"').replace(
+        "point < chance_NG", "(r := point.log() / (1 + given.adv_NG.abs())) == r.amax(dim=1, keepdim=True)")
+    with pytest.raises(ConfigError, match="keeps others than by the chances that it states, by"):
+        tried(by_size, chosen.replace("random", "worse"))  # one of a group, as often as it says, but not which
 
 
 ADVANTAGE = """
