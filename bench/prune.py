@@ -165,8 +165,8 @@ def gradient_of(learner: Learner, groups: list[Group], adv_NG: Tensor, member: t
 
 
 def folded(gradient: Tensor) -> Tensor:
-    """Add up the parts of a long gradient under fixed random signs: a count sketch, whose inner products are
-    those of the gradients in the mean, with a deviation of |x| |y| / sqrt(SKETCH) or so."""
+    """Add up the parts of a long gradient under fixed random signs: a count sketch. Inner products
+    stay what they are in the mean, with a deviation of |x| |y| / sqrt(SKETCH) or so."""
     if len(gradient) <= SKETCH:
         return gradient
     generator, sketch = torch.Generator().manual_seed(0), torch.zeros(SKETCH)
