@@ -96,8 +96,8 @@ class Bottom:
 class Bernoulli:
     """Dynamic Pruning as proved (arXiv:2603.04135): drop small |A| at random, weigh up the kept. Unbiased."""
     drop_prob: DropProb | None = None  # of a completion with an |advantage| below its group's mean
-    # in its place: the largest drop_prob whose predicted squared error of the step's gradient, over its
-    # squared norm, is at most this
+    # in its place: the largest drop_prob with a predicted squared error of the step's gradient, over its
+    # squared norm, of at most this
     error: Positive | None = None
 
 
@@ -105,8 +105,8 @@ class Bernoulli:
 class Pps:
     """Draw a given number with probability in proportion to size, and weigh by its inverse. Unbiased."""
     keep: KeepCount | None = None       # per group, of rollout.group_size
-    # in its place: the fewest whose predicted squared error of the step's gradient, over its squared norm,
-    # is at most this
+    # in its place: the fewest with a predicted squared error of the step's gradient, over its squared norm,
+    # of at most this
     error: Positive | None = None
     # batch: keep x groups of the whole step; an error is always of the whole step
     scope: Literal["group", "batch"] = "group"
