@@ -51,7 +51,7 @@ TASKS = {"toy": ("grpo_toy.yaml", {"early": 3, "late": 8}),
 BY_ITSELF = ["advantage.kind=distill", "teacher.path=runs/smollm2/grpo/hf"]  # trained; no larger one is here
 TAUGHT = ["prune.completions.kind=none", "teacher.keep=null"]  # all are read, and all are measured
 ROLLOUTS, DRAWS, BUDGETS, ERRORS = 20, 40, (0.75, 0.5, 0.25, 0.125, 0.0625), (0.03, 0.1, 0.3, 1.0)
-LARGE = {"rollouts": 6, "prompts": 4}
+LARGE = (6, 4)  # rollouts, and prompts of each
 SKETCH = 2**22  # numbers that a longer gradient is folded into
 
 
@@ -266,7 +266,7 @@ def after_training(task: str, steps: int, out: Path) -> tuple[dict[str, dict], l
     train.train(config.load(recipe, [
         f"steps={steps}", f"out={out}", "data.eval=null", f"checkpoint.every={steps}", *more]), resume="auto")
     cfg = config.load(recipe, [f"out={out}", "rollout.group_size=16", *TAUGHT * taught, *more])
-    rollouts, prompts = LARGE.values() if large else (ROLLOUTS, cfg.rollout.prompts_per_step)
+    rollouts, prompts = LARGE if large else (ROLLOUTS, cfg.rollout.prompts_per_step)
     loaded = replace(train.load_task(cfg), source=out / "hf")
     learner, sampler, history = prepare(cfg, loaded, seed=1)  # other prompts than it was trained on
     plain = train.Parts(cfg, loaded, weights_of(cfg), learner, sampler.engine, sampler, history, first=0)
