@@ -514,13 +514,14 @@ def try_own(name: str, recipe: str | None, settings: list[str]) -> None:
     else:
         chosen, field = strangers.take(name, recipe, settings)
         chosen = chosen._replace(behind="near" if field == "trust" else "on-policy")
-        names = {"advantage": ADVANTAGES, "completions": PRUNERS, "trust": REGIONS | CONTROLS}[field]
+        names = {"advantage": ADVANTAGES, "completions": PRUNERS, "trust": REGIONS | CONTROLS,
+                 "prompts": {"all": None} | SKIPPING}[field]
         mine = Row(Path(name).stem, chosen)
         rows = [*(Row(key, chosen._replace(**{field: key})) for key in names if key != strangers.MINE), mine]
     told = counterexample(mine)  # first: the small worlds show whether a pruner draws
     choices = mine.chosen if isinstance(mine.chosen, str) else ", ".join(
         f"{field}: {value}" for field, value in mine.chosen._asdict().items())
-    print(*table_of(rows), "", choices, "", *told, sep="\n")
+    print(*table_of(rows), "", f"{choices} (docs/atlas.md explains the columns)", "", *told, sep="\n")
 
 
 if __name__ == "__main__":

@@ -225,10 +225,10 @@ def aborted_at(groups: Steps, prob_QK: Tensor) -> Steps:
     return join(parts)
 
 
-def prompt_chances(kind: str) -> tuple[list[float], list[float]]:
+def prompt_chances(name: str) -> tuple[list[float], list[float]]:
     """Ask the pruner of prompts for the probabilities of this history, and for the weights."""
-    prob_Q = PROMPTS[kind](HISTORY, SKIPPING[kind])
-    weight_Q = prob_Q.ceil() if kind == "rank" else 1 / prob_Q
+    prob_Q = PROMPTS[SKIPPING[name].kind](HISTORY, SKIPPING[name])
+    weight_Q = (1 / prob_Q).masked_fill(prob_Q == 0, 0)
     return prob_Q.tolist(), weight_Q.tolist()
 
 
@@ -237,7 +237,7 @@ def all_steps(problem: Problem, behind: str, prompts: str) -> Steps:
     """Go through all rollouts of a step under a rule for its prompts.
 
     all, taught, recent, turns  every prompt once
-    bernoulli, pps, rank  skipped by their history (prune.PROMPTS), not replaced
+    one of SKIPPING  skipped by their history (prune.PROMPTS), not replaced
     refill       the next prompt of the data in place of one without differences, two in all: DAPO
     same refill  the same prompt anew until its rewards differ
     aborted, threshold, drawn  completions survive with the probabilities of SURVIVAL
@@ -255,6 +255,6 @@ def all_steps(problem: Problem, behind: str, prompts: str) -> Steps:
     elif prompts in SURVIVAL:
         groups = [aborted_at(group, SURVIVAL[prompts]) for group in groups]
     elif prompts in SKIPPING:
-        chances = zip(groups, *prompt_chances(prompts), strict=True)
+        chances = zip(groups, *prompt_chances(prompts), strict=False)  # of one prompt the first one's
         groups = [skipped_at(group, prob, weight) for group, prob, weight in chances]
     return groups[0] if Q == 1 else together(*groups)

@@ -5,20 +5,22 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+from enumeration import SKIPPING
 from estimators import ADVANTAGES, MINE, PRUNERS, REGIONS, Estimator
 from torch import Tensor
 from try_method import COURT, KINDS, check_chosen, find_method, load, name_of, plug_in
 
 import config
 from config import ConfigError
-from prune import Candidates
+from prune import Candidates, Memory
 from records import LogProbs, Pruned
 
 OURS = {"ADVANTAGES": ("advantage", ADVANTAGES), "COMPLETIONS": ("completions", PRUNERS),
-        "TRUST": ("trust", REGIONS)}
+        "PROMPTS": ("prompts", SKIPPING), "TRUST": ("trust", REGIONS)}
 RECIPE = str(COURT.parent / "long_sums.yaml")
 NOT_HERE = {
     "wrap": "it replaces the sampler, and decides by hashes of seeds; rows have aborts, refills, allocations",
+    "OPTIMIZERS": "it has the gradient of one step, and no update",
     "weigh": "it reads packed rows, and the atlas has none; rows have token baselines",
 }
 
@@ -29,7 +31,7 @@ def checked(function: Callable, name: str, given: Any, settings: Any) -> Any:
         result = function(given, settings)
     except Exception as error:
         raise ConfigError(f"{name} raised {type(error).__name__}: {error}".partition("\n")[0]) from error
-    field = {Candidates: "adv_NG", LogProbs: "logp_C"}.get(type(given), "total_NG")
+    field = {Candidates: "adv_NG", LogProbs: "logp_C", Memory: "size_K"}.get(type(given), "total_NG")
     like = getattr(given, field)
     pruned = isinstance(result, Pruned)
     for part in (result.keep_NG, result.weight_NG, result.prob_NG) if pruned else (result,):
@@ -38,6 +40,8 @@ def checked(function: Callable, name: str, given: Any, settings: Any) -> Any:
             raise ConfigError(f"{name} returned {got}, and must return a tensor of {[*like.shape]}")
         if not (part.isfinite() | like.isnan() & (not pruned)).all():
             raise ConfigError(f"{name} returned nan or inf: {part.tolist()}")
+        if isinstance(given, Memory) and ((part < 0) | (part > 1)).any():
+            raise ConfigError(f"{name} returned {part.tolist()}, and must return probabilities")
     return result
 
 
@@ -58,6 +62,9 @@ def take(name: str, recipe: str | None, settings: list[str]) -> tuple[Estimator,
     theirs = config.load(RECIPE)
     cfg = config.load(recipe or (str(beside) if beside.is_file() else RECIPE), settings)
     check_chosen(method, cfg)
+    if cfg.prune.prompts.refills:
+        raise ConfigError(f"{path.name}: the atlas cannot express prune.prompts.kind={cfg.prune.prompts.kind}: it has "
+                          "no prompts to draw in place of those skipped; rows have refills")
     choices = {}
     for field in ("normalize", "denominator"):
         chosen = getattr(cfg.loss, field)

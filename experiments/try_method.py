@@ -8,6 +8,7 @@ The file defines at least one of these names (docs/fork.md has a whole one):
     ADVANTAGES   {dataclass of a kind of `advantage`: function of the rewards and these settings -> [N, G]}
     COMPLETIONS  {dataclass of a kind of `prune.completions`: function of prune.Candidates and these
                  settings -> records.Pruned}
+    PROMPTS      {dataclass of a kind of `prune.prompts`: function of prune.Memory and these settings -> [K]}
     TRUST        {dataclass of a kind of `loss.trust`: function of records.LogProbs and these settings -> [C]}
     OPTIMIZERS   {dataclass of a kind of `optim`: function of the model, its weights and these settings}
     weigh(rows, logp, entropy, loss) -> [C] of each row    in place of loss.weigh; entropies with ENTROPY=True
@@ -40,15 +41,17 @@ import update  # noqa: E402
 from advantage import ESTIMATORS  # noqa: E402
 from infra.terminal import new_parser  # noqa: E402
 from model import WITH_ENTROPY, Decoder  # noqa: E402
-from prune import COMPLETIONS  # noqa: E402
+from prune import COMPLETIONS, PROMPTS  # noqa: E402
 from settings import leaves, loader  # noqa: E402
-from settings.kinds import Comparison  # noqa: E402
+from settings.kinds import Comparison, Draw  # noqa: E402
 
 # A name that a file may define: the section that its kinds are for, the setting, and the table of functions.
 KINDS = {"ADVANTAGES": (config.Config, "advantage", ESTIMATORS),
          "COMPLETIONS": (config.Prune, "prune.completions", COMPLETIONS),
+         "PROMPTS": (config.Prune, "prune.prompts", PROMPTS),
          "TRUST": (config.Loss, "loss.trust", loss.TRUST),
          "OPTIMIZERS": (config.Config, "optim", learner.OPTIMIZERS)}
+BASES = {"advantage": Comparison, "prune.prompts": Draw}
 
 
 def find_method(name: str) -> Path:
@@ -119,8 +122,9 @@ def add_kinds(section: type, setting: str, functions: dict[type, Any], table: di
         name = name_of(kind)
         if table.get(name, function) is not function:
             raise config.ConfigError(f"{setting}.kind={name} is there already: give yours another name")
-        if setting == "advantage" and not issubclass(kind, Comparison):
-            raise config.ConfigError(f"{kind.__name__} must be a settings.kinds.Comparison")
+        base = BASES.get(setting, object)
+        if not issubclass(kind, base):
+            raise config.ConfigError(f"{kind.__name__} must be a settings.kinds.{base.__name__}")
         union |= kind
         table[name] = function
     section.__annotations__[field] = union

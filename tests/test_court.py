@@ -30,14 +30,14 @@ from advantage import ESTIMATORS, leave_one_out
 from collect import Selection, choose
 from history import PromptHistory
 from loss import token_weight
-from prune import COMPLETIONS
+from prune import COMPLETIONS, PROMPTS
 from records import Group, LogProbs, Prompt, PromptDraw, Rewards, Rolled, Sample, lengths
 from settings import kinds, leaves, loader
 
 EXACT, BIASED = 1e-12, 1e-3
 wide = partial(torch.tensor, dtype=torch.float64)
 SECTIONS = config.Config, config.Prune, config.Loss
-PLUGGED = *(section.__annotations__ for section in SECTIONS), ESTIMATORS, COMPLETIONS, loss.TRUST
+PLUGGED = *(section.__annotations__ for section in SECTIONS), ESTIMATORS, COMPLETIONS, PROMPTS, loss.TRUST
 HOOKS = (
     (leaves, "through"), (update, "weigh"), (loss, "has_token_weights"), (learner, "has_token_weights"),
     (learner, "load_sharded"))
@@ -455,7 +455,7 @@ def test_a_method_that_would_not_be_tried_is_an_error(plugged, refused, tmp_path
     assert "mine.py has no mine.yaml beside it" in refused(try_method, str(mine))
     why = refused(court, "--method", str(mine))
     assert "advantage.kind=group_norm is not of" in why and '--set "advantage={kind: deviation}"' in why
-    for name, text, says in [("none", "ADVANTAGE = {}", "defines none of ADVANTAGES, COMPLETIONS, TRUST, OPTIMIZERS"),
+    for name, text, says in [("none", "ADVANTAGE = {}", "defines none of ADVANTAGES, COMPLETIONS, PROMPTS, TRUST"),
                              ("taken", MINE.replace("deviation", "centred"), "advantage.kind=centred is there already"),
                              ("unnamed", MINE.replace('@kind("deviation")', ""), "Deviation has no name")]:
         (tmp_path / f"{name}.py").write_text(text)

@@ -12,6 +12,7 @@ import recomputed_draws
 import torch
 from atlas import EXACT, LITERATURE, PROBLEMS, TABLES, Row, measure, problem_of
 from conftest import ROOT, others_slow
+from enumeration import SKIPPING, all_steps
 from estimators import ADVANTAGES, CONTROLS, DRAWN, PRUNERS, REGIONS
 from try_method import KINDS, load
 
@@ -109,9 +110,9 @@ def test_asynchrony_is_that_of_a_second_program(seed):
 def tried(tmp_path, capsys):
     """Write a method's file, and its config beside it, and print it beside the atlas's entries."""
     def run(text: str, setting: str = "", *settings: str) -> str:
-        (folder := tmp_path / f"{len(text)}").mkdir()  # a path is imported once
-        measure.cache_clear()
-        estimators.draw_all.cache_clear()
+        (folder := tmp_path / str(hash(text))).mkdir()  # a path is imported once
+        for cached in (measure, all_steps, estimators.draw_all):
+            cached.cache_clear()
         (folder / "mine.py").write_text(text)
         (folder / "mine.yaml").write_text(f"base: {ROOT}/experiments/long_sums.yaml\n{setting}\n")
         atlas.try_own(str(folder / "mine.py"), None, [*settings])
@@ -121,10 +122,10 @@ def tried(tmp_path, capsys):
         for section, _, table in KINDS.values():
             stack.enter_context(patch.dict(table))
             stack.enter_context(patch.dict(section.__annotations__))
-        for table in (ADVANTAGES, PRUNERS, REGIONS):
+        for table in (ADVANTAGES, PRUNERS, REGIONS, SKIPPING):
             stack.enter_context(patch.dict(table))
         yield run
-    for cached in (measure, estimators.draw_all, estimators.pulls, loader.hints, loader.extended):
+    for cached in (measure, all_steps, estimators.draw_all, estimators.pulls, loader.hints, loader.extended):
         cached.cache_clear()
     DRAWN.intersection_update({"pps"})
 
@@ -153,6 +154,29 @@ def draw(given, settings):
     return thin(STATED, point < chance_NG)
 COMPLETIONS = {AtRandom: draw}
 """
+
+
+SKIPPED = """
+import torch
+from settings.kinds import Draw
+from settings.loader import kind
+@kind("small")
+class Small(Draw):
+    "Skip."
+    refills = False
+PROMPTS = {Small: lambda memory, settings: memory.size_K}
+"""
+
+
+def test_a_pruner_of_prompts_is_exact_if_each_may_be_rolled_out(tried):
+    said = tried(SKIPPED, chosen := "prune: {prompts: {kind: small}}")
+    assert "| mine | 1.00 | exact |" in said and "| rank | 0.41 | 1.212 |" in said
+    said = tried(SKIPPED.replace("_K}", "_K > 0.4}").replace('"small"', '"hard"'), chosen.replace("small", "hard"))
+    assert "Biased in a world of two prompts, one or two tokens, rewards 0/1" in said
+    with pytest.raises(ConfigError, match=r"returned \[1.1.*, 0.8.*, and must return probabilities"):
+        tried(SKIPPED.replace("_K}", "_K + 0.5}").replace('"small"', '"more"'), chosen.replace("small", "more"))
+    with pytest.raises(ConfigError, match="cannot express prune.prompts.kind=easy: it has no prompts to draw"):
+        tried(SKIPPED.replace("False", "True").replace('"small"', '"easy"'), chosen.replace("small", "easy"))
 
 
 @pytest.mark.slow
