@@ -1,6 +1,6 @@
 """What would a step of published configs take on 8 H100s, and what would change it? A model of its seconds.
 
-    python bench/plan.py [--drafts 1.1] [--shares 0.05=0.72,0.1=0.65,0.3=0.5]
+    python bench/plan.py [--drafts 1.1] [--shares 0.03=0.74,0.1=0.6,0.3=0.45]
 
 No GPU is asked: peaks are the maker's, and how much of them is reached, how long completions are, and vLLM's
 own time for a token step are assumed (CASES, and the constants below).
@@ -10,8 +10,9 @@ rollout  Each GPU has an engine, or `tensor_parallel` of them share one. Its com
          drafts it computes AT_ONCE tokens more for each completion, and takes as many steps over --drafts: on
          the testbed from 1.04 to 1.34 (bench/drafts.py), since a batch waits for its slowest completion.
 update   6 FLOP for a weight and a trained token, and half as many for prompts; a teacher's pass has a third.
-pruning  PPS by an error trains on --shares of the tokens with a gradient; progress goes with (1 + error) to a
-         power between -1 and -1/2 (leaves/page/advice.py).
+pruning  PPS by an error trains on --shares of the tokens with a gradient, those of the long sums
+         (bench/prune.py); progress goes with (1 + error) to a power between -1 and -1/2
+         (leaves/page/advice.py).
 """
 
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ def predict(name: str, sharing: int = 0, drafts: float = 0.0) -> tuple[dict[str,
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--drafts", type=float, default=1.1, metavar="TIMES")
-    options.add_argument("--shares", default="0.05=0.72,0.1=0.65,0.3=0.5", metavar="ERROR=SHARE,...")
+    options.add_argument("--shares", default="0.03=0.74,0.1=0.6,0.3=0.45", metavar="ERROR=SHARE,...")
     args = options.parse_args()
     ways, pruned = [], []
     for name in CASES:

@@ -1,9 +1,10 @@
 """What does the error of a pruned gradient cost, and does a draw by an error pay? On the testbeds.
 
-    python experiments/law.py        # 160 runs; what is kept is not run again (kept_runs)
+    python experiments/law.py        # 175 runs; what is kept is not run again (kept_runs)
 
-The law: PPS that keeps 2 to 8 of 8 at four rates on the long sums, and GRPO with 3 and 4 prompts a step. At
-equal seconds: what an error of 0.1 keeps against all, 2 of 8 and CPPO, on both testbeds.
+The law: PPS that keeps 2 to 8 of 8 at four rates on the long sums, and GRPO with 3 and 4 prompts a step; the
+same under SGD at one rate. At equal seconds: what an error of 0.1 keeps against all, 2 of 8 and CPPO, on both
+testbeds.
 """
 
 import sys
@@ -12,17 +13,22 @@ from pathlib import Path
 
 import numpy as np
 from kept_runs import Record, Run, area_gap, curve, experiment_status, keep_all, parser, read, table
+from try_method import find_method, load, plug_in
 
 RESULTS = Path(__file__).with_name("law.jsonl.xz")
+SGD = "sgd"  # of court/
 RATES, SEEDS, WHOLE = ("5e-5", "1e-4", "2e-4", "2.5e-5"), range(5), "keep 8"
+SGD_RATE = "0.3"
 PPS = "prune.completions={{kind: pps, {}, by_cost: true}}".format
 ARMS = {f"keep {count}": (PPS(f"keep: {count}, scope: batch"),) for count in (8, 5, 4, 3, 2)} | {
     f"{n} prompts": (f"rollout.prompts_per_step={n}",) for n in (3, 4)} | {
+    f"sgd, keep {count}": (PPS(f"keep: {count}, scope: batch"), "optim={kind: sgd, clip_norm: 1000}")
+    for count in (8, 3, 2)} | {
     "error 0.1": (PPS("error: 0.1"),),
     "cppo": ("prune.completions={kind: topk, keep: 2}", "loss.denominator=kept")}
 LONG = "long sums"
 HARD = ("grpo_hard.yaml", "eval.every=15")
-TESTBEDS = {LONG: (str(RESULTS.with_name("long_sums.yaml")),), "hard toy": HARD,
+TESTBEDS = {LONG: (str(RESULTS.with_name("long_sums.yaml")), "eval.n=2"), "hard toy": HARD,
             "4 epochs": (*HARD, "update.epochs=4")}
 # Rates that the validation split chose (court.py, compare.py); by an error GRPO's; with 4 epochs one for all.
 AT_SECONDS = {LONG: {WHOLE: "5e-5", "error 0.1": "5e-5", "keep 2": "5e-5", "cppo": "1e-4"},
@@ -30,12 +36,13 @@ AT_SECONDS = {LONG: {WHOLE: "5e-5", "error 0.1": "5e-5", "keep 2": "5e-5", "cppo
               "4 epochs": dict.fromkeys((WHOLE, "error 0.1", "keep 2", "cppo"), "5e-5")}
 THE_LAW = [(rate, name) for rate, name in product(RATES, [*ARMS][:7])
            if rate == RATES[0] or name.startswith("keep")]
+THE_LAW += [(SGD_RATE, name) for name in ARMS if name.startswith("sgd")]
 
 
 def run_of(rate: str, name: str, seed: int, testbed: str = LONG) -> Run:
     recipe, *more = TESTBEDS[testbed]
     arm = name if testbed == LONG else f"{name} of {testbed}"
-    return Run(arm, (*ARMS[name], *more), rate, seed, recipe=recipe)
+    return Run(arm, (*ARMS[name], *more), rate, seed, recipe=recipe, method=SGD * name.startswith("sgd"))
 
 
 def runs() -> list[Run]:
@@ -64,7 +71,8 @@ def law_rows(kept: dict[str, Record]) -> list[list[str]]:
     rows, rng = [], np.random.default_rng(0)
     of_place = {place: [kept.get(run_of(*place, seed).name) for seed in SEEDS] for place in THE_LAW}
     for (rate, name), records in of_place.items():
-        pairs = [pair for pair in zip(records, of_place[rate, WHOLE], strict=True) if None not in pair]
+        whole = of_place[rate, WHOLE if rate in RATES else f"sgd, {WHOLE}"]
+        pairs = [pair for pair in zip(records, whole, strict=True) if None not in pair]
         if len(pairs) < 2:
             continue
         error = mean_error([one for one, _ in pairs])
@@ -93,6 +101,7 @@ def seconds_rows(kept: dict[str, Record]) -> list[list[str]]:
 
 
 def experiment() -> None:
+    plug_in(load(find_method(SGD)))
     keep_all(runs(), RESULTS)
     kept = read(RESULTS)
     law = "rate, arm, runs, e, (1 + e)^-1/2, (1 + e)^-1, last %, worth in steps, in seconds".split(", ")
