@@ -63,8 +63,8 @@ def take(name: str, recipe: str | None, settings: list[str]) -> tuple[Estimator,
     cfg = config.load(recipe or (str(beside) if beside.is_file() else RECIPE), settings)
     check_chosen(method, cfg)
     if cfg.prune.prompts.refills:
-        raise ConfigError(f"{path.name}: the atlas cannot express prune.prompts.kind={cfg.prune.prompts.kind}: "
-                          "it has no prompts to draw in place of those skipped; rows have refills")
+        raise ConfigError(f"the atlas cannot express prune.prompts.kind={cfg.prune.prompts.kind}: it has no "
+                          "prompts to draw in place of those skipped; rows have refills")
     choices = {}
     for field in ("normalize", "denominator"):
         chosen = getattr(cfg.loss, field)
