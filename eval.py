@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import config
-from config import Config, Reward
+from config import Config, Eval, Reward
 from data import Task, load_problems, to_prompts
 from infra import dist
 from infra.device import engine_spec, find_device, fit_engine
@@ -43,17 +43,6 @@ from settings.paths import matching, user_path
 from verify.grade import grade
 
 ROUNDS_BETWEEN_WRITES = 4   # how often all decoding slots are filled between two writes of the responses
-
-
-@frozen
-class Sampling:
-    """The way answers are sampled: n to every problem, greedy at temperature 0."""
-
-    max_new_tokens: int
-    n: int = 1
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
 
 
 @frozen
@@ -98,50 +87,50 @@ def load_sets(cfg: Config, tokenizer: Tokenizer) -> list[EvalSet]:
 
 # ---- sample and grade
 
-def evaluate(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, sampling: Sampling,
-             progress: str | None = None, store: Any = None) -> dict:
-    """Sample and judge sampling.n answers to every problem, spread over the ranks; all get `summarise`.
+def evaluate(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, settings: Eval, seed: int = 0,
+             store: Any = None) -> dict:
+    """Sample and judge settings.n answers to every problem, spread over the ranks; all get `summarise`.
+
+    Each answer has a seed of its own, so neither the number of ranks nor the other requests change it, up to
+    rounding.
 
     Responses that a `store` holds (infra/results.py) are not sampled again; new ones are written to it as
     they come.
     """
     stored = store.responses[held_out.name] if store else {}
-    requests = [(prompt, k) for prompt in held_out.prompts for k in range(sampling.n)]
-    missing = [(prompt, k) for prompt, k in requests if (prompt.id, k) not in stored]
+    requests = [(prompt, k) for prompt in held_out.prompts for k in range(settings.n)]
+    missing = [(k, Request(prompt, dist.seed_for(seed, prompt.id, k, "eval"), settings.max_new_tokens))
+               for prompt, k in requests if (prompt.id, k) not in stored]
     chunk = store.chunk if store else len(requests)
     for start in range(0, len(missing), chunk):
-        label = progress and f"{progress} from {len(requests) - len(missing) + start}/{len(requests)}"
-        if label:
+        label = None
+        if dist.is_first():
+            label = f"eval {held_out.name} from {len(requests) - len(missing) + start}/{len(requests)}"
             terminal.print_progress(label)
         asked = missing[start:start + chunk]
-        responses = sample_responses(engine, tokenizer, held_out, asked, sampling, label)
+        responses = sample_responses(engine, tokenizer, held_out, asked, settings, label)
         stored |= {(response["id"], response["k"]): response for response in responses}
         if store:
             store.keep(held_out.name, responses)
     problems = [{"id": p.id, "question": p.question, "gold": p.answer, "level": p.level, "subject": p.subject,
-                 "responses": [stored[p.id, k] for k in range(sampling.n)]} for p in held_out.problems]
+                 "responses": [stored[p.id, k] for k in range(settings.n)]} for p in held_out.problems]
     return summarise(problems, held_out.bounds)
 
 
 def sample_responses(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet,
-                     requests: list[tuple[Prompt, int]], sampling: Sampling, progress: str | None,
+                     requests: list[tuple[int, Request]], settings: Eval, progress: str | None,
                      ) -> list[dict]:
-    """Sample and judge the k-th answer to a prompt for each (prompt, k) requested. All ranks return all.
-
-    Each answer has a seed of its own, so neither the number of ranks nor the other requests change it, up to
-    rounding.
-    """
+    """Sample and judge the k-th answer to a prompt for each (k, its request). All ranks return all."""
     local = dist.local_slice(requests)
-    asked = [Request(prompt, dist.seed_for(sampling.seed, prompt.id, k, "eval"), sampling.max_new_tokens)
-             for prompt, k in local]
-    samples = engine.generate(asked, sampling.temperature, sampling.top_p, progress)
-    answers = [(tokenizer.read(sample), prompt, sample.own)
-               for (prompt, _), sample in zip(local, samples, strict=True)]
-    judged = grade_responses(answers, held_out, sampling.max_new_tokens)
+    asked = [request for _, request in local]
+    samples = engine.generate(asked, settings.temperature, settings.top_p, progress)
+    answers = [(tokenizer.read(sample), request.prompt, sample.own)
+               for request, sample in zip(asked, samples, strict=True)]
+    judged = grade_responses(answers, held_out, settings.max_new_tokens)
     return dist.gather([
         {"id": prompt.id, "k": k, "tokens": tokens, "finished": sample.finished, "text": turns[-1]} | verdict
         | ({"turns": turns} if len(turns) > 1 else {})
-        for (turns, prompt, tokens), (_, k), sample, verdict
+        for (turns, prompt, tokens), (k, _), sample, verdict
         in zip(answers, local, samples, judged, strict=True)])
 
 
@@ -217,12 +206,11 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, star
     check_positions(folder, longest, "the prompts and eval.max_new_tokens (or environment.max_context)")
     engine_name, spec = fit_engine(cfg.rollout.engine, engine_spec(cfg, device, tokenizer, longest))
     cfg = config.with_value(cfg, "rollout.engine", engine_name)
-    sampling = Sampling(cfg.eval.max_new_tokens, cfg.eval.n, cfg.eval.temperature, cfg.eval.top_p, args.seed)
     head = store = None
     if out:
         from infra import results
 
-        head = dist.on_first(results.describe_result, cfg, sampling, spec, tokenizer, sets)
+        head = dist.on_first(results.describe_result, cfg, args.seed, spec, tokenizer, sets)
         if finished := results.read_finished(out, head):
             return finished
         store = results.Store(out, head, ROUNDS_BETWEEN_WRITES * cfg.rollout.slots * dist.world_size())
@@ -230,8 +218,7 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, star
     engine, _ = leaves.through("engine", cfg, (engine, tokenizer))
     engine.sync(load_policy(spec.folder, spec.dtype))
     result = {"head": head, "results": {
-        s.name: evaluate(engine, tokenizer, s, sampling, s.name if dist.is_first() else None, store)
-        for s in sets}}
+        s.name: evaluate(engine, tokenizer, s, cfg.eval, args.seed, store) for s in sets}}
     if store:
         store.finish(result)
     return result

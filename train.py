@@ -36,7 +36,7 @@ import data
 from advantage import advantage
 from collect import Sampler, Selection, choose, describe_missing, prompts_needed, reward_midpoint, shortage
 from config import Config, ConfigError
-from eval import EvalSet, Sampling, evaluate, load_sets
+from eval import EvalSet, evaluate, load_sets
 from history import PromptHistory
 from infra import checkpoint, checks, dist, runfolder
 from infra.checkpoint import Checkpoints, find_newest, how_to_go_on, save_plainly
@@ -160,13 +160,9 @@ def log_step(run: Run, step: int, rolled: Rolled, batch: Batch, measured: Metric
 
 def evaluate_sets(run: Run, step: int) -> None:
     """Answer and grade every evaluation set with the weights that the engine holds, and log the scores."""
-    parts, settings = run.parts, run.parts.cfg.eval
-    sampling = Sampling(settings.max_new_tokens, settings.n, settings.temperature, settings.top_p)
-    clock = Clock()
-    results = {}
-    for s in parts.task.sets:
-        bar = f"eval {s.name}" if dist.is_first() else None
-        results[s.name] = evaluate(parts.engine, parts.task.tokenizer, s, sampling, bar)
+    parts, clock = run.parts, Clock()
+    results = {s.name: evaluate(parts.engine, parts.task.tokenizer, s, parts.cfg.eval)
+               for s in parts.task.sets}
     if results:
         run.log.evaluated(step, results, clock.metrics()["time/step"])
 

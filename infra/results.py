@@ -10,7 +10,6 @@ mixed in.
 import json
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from settings import leaves
 from settings.loader import SHORT, ConfigError, parse_json
 from settings.paths import short_names, user_path
 
+SAMPLING = ("max_new_tokens", "n", "temperature", "top_p")  # of the settings of `eval`
 GRADED_BY = ("math-verify", "latex2sympy2_extended", "antlr4-python3-runtime", "sympy", "mpmath")
 
 
@@ -94,12 +94,12 @@ def verifier_version() -> str:
     return " ".join([code[:16], *libraries])
 
 
-def describe_result(cfg: Config, sampling: Any, spec: EngineSpec, tokenizer: Tokenizer,
-                    sets: Iterable[Any]) -> dict:
+def describe_result(cfg: Config, seed: int, spec: EngineSpec, tokenizer: Tokenizer, sets: Iterable[Any],
+                    ) -> dict:
     """Collect the settings and hashes that identify a result: model, data, prompts, sampling, verifier.
 
-    A model is identified by the hash of its weights, configuration and tokenizer. `sampling` and `sets` are
-    records of eval.py.
+    A model is identified by the hash of its weights, configuration and tokenizer. `sets` are records of
+    eval.py; the samples have `seed`.
     """
     kinds = (".safetensors", ".json", ".jinja")
     files = [path for path in sorted(spec.folder.iterdir()) if path.suffix in kinds and path.is_file()]
@@ -110,7 +110,7 @@ def describe_result(cfg: Config, sampling: Any, spec: EngineSpec, tokenizer: Tok
         "system_prompt": cfg.data.system_prompt,
         "engine": f"{cfg.rollout.engine} {cfg.rollout.quantization}".removesuffix(" none"),
         "dtype": str(spec.dtype),
-        "sampling": asdict(sampling),
+        "sampling": {name: getattr(cfg.eval, name) for name in SAMPLING} | {"seed": seed},
         "verifier": verifier_version(),
         "stop": cfg.rollout.stop,
         "reward": reward_head(cfg.reward),

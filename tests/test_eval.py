@@ -169,11 +169,11 @@ def test_scores_count_what_the_engine_wrote():
 
     problems = [Problem(str(i), "q", "1") for i in range(3)]
     few = evaluation.EvalSet("few", problems, [Prompt(p.id, (5,), p.answer) for p in problems])
-    result = evaluation.evaluate(Scribe(), tokenizer, few, evaluation.Sampling(7))
+    result = evaluation.evaluate(Scribe(), tokenizer, few, config.Eval(7))
     lengths = [len(x) for x in tokenizer.encode(texts)]
     scores = [result[key] for key in ("accuracy", "truncated", "length")]
     assert scores == pytest.approx([2 / 3, 1 / 3, sum(lengths) / 3])
-    evaluation.evaluate(Scribe(), tokenizer, few, evaluation.Sampling(7, temperature=0.7, top_p=0.9, seed=1))
+    evaluation.evaluate(Scribe(), tokenizer, few, config.Eval(7, temperature=0.7, top_p=0.9), seed=1)
     assert len({seed for seed, *_ in asked}) == 6  # a seed for each problem and run
     assert [settings for _, *settings in asked] == [[7, 0.0, 1.0]] * 3 + [[7, 0.7, 0.9]] * 3
 

@@ -216,5 +216,5 @@ def test_an_evaluation_has_its_own_engine_of_the_same_kind(monkeypatch):
     spec = hardware.engine_spec(cfg, torch.device("cpu"), tokenizer, 10)
     assert spec.quantization == "fp8" and not spec.sleeps
     named = {name: results.describe_result(replace(cfg, rollout=replace(cfg.rollout, quantization=name)),
-                                              evaluation.Sampling(8), spec, tokenizer, []) for name in ("fp8", "none")}
+                                              0, spec, tokenizer, []) for name in ("fp8", "none")}
     assert (named["fp8"]["engine"], named["none"]["engine"]) == ("vllm fp8", "vllm")
