@@ -27,7 +27,7 @@ from markupsafe import Markup
 
 from config import ConfigError
 from infra.figures import align
-from infra.lines import is_evaluation, read_metrics, replace
+from infra.lines import read_metrics, replace
 from infra.signals import exit_status
 from leaves.page.advice import advice
 from leaves.page.charts import draw_sections
@@ -71,7 +71,7 @@ def remarks_on(run: LoggedRun) -> list[str]:
     """Say why a run is left out of the tables, and which steps its log lacks."""
     said = [] if run.finished else [f"{run.folder} is left out of the tables: {run.state['state']} after "
                                     f"{run.steps_done} of {run.settings['steps']} steps."]
-    logged = {line["step"] for line in run.lines if not is_evaluation(line)}
+    logged = {line["step"] for line in run.steps}
     if missing := sorted({*range(1, run.steps_done + 1)} - logged):
         said.append(f"{run.folder}/metrics.jsonl lacks the steps {SHORT.repr(missing)}: its costs are too "
                     "low.")
