@@ -110,10 +110,10 @@ class Attention(nn.Module):
             nn.Linear(width, size, bias=shape.qkv_bias) for size in (query, key, key))
         self.o_proj = nn.Linear(query, width, bias=shape.out_bias)
         self.q_norm = self.k_norm = nn.Identity()
-        if shape.qk_norm == "head":
+        if shape.family.qk_norm == "head":
             self.q_norm = make_norm(shape, shape.head_dim)
             self.k_norm = make_norm(shape, shape.head_dim)
-        elif shape.qk_norm:
+        elif shape.family.qk_norm:
             self.q_norm = NormOverHeads(query, eps=shape.norm_eps)
             self.k_norm = NormOverHeads(key, eps=shape.norm_eps)
         self.rotate = rotate_neighbours if shape.family.neighbours else rotate

@@ -160,7 +160,6 @@ class Shape:
     tied: bool            # the LM head is the embedding
     qkv_bias: bool
     out_bias: bool
-    qk_norm: str | None   # Family.qk_norm
     activation: str       # a key of model.ACTIVATIONS
     max_positions: int
     ropes: tuple[Rope | None, ...]    # of each layer
@@ -201,7 +200,6 @@ def shape_of(raw: dict[str, Any]) -> Shape:
         tied=said.tie_word_embeddings,
         qkv_bias=bool(said.attention_bias) if family.qkv_bias is None else family.qkv_bias,
         out_bias=bool(said.attention_bias) if family.out_bias is None else family.out_bias,
-        qk_norm=family.qk_norm,
         activation=said.hidden_activation or said.hidden_act,
         max_positions=said.max_position_embeddings,
         **read_layers(said, family),

@@ -22,7 +22,7 @@ from settings.loader import ConfigError
 
 GIB, CPU, CUDA = 2**30, torch.device("cpu"), torch.device("cuda")
 SMALL = {"vocab_size": 10, "hidden_size": 4, "intermediate_size": 6, "layers": 2, "heads": 2, "kv_heads": 1,
-         "head_dim": 2, "tied": False, "qkv_bias": False, "out_bias": False, "qk_norm": None}
+         "head_dim": 2, "tied": False, "qkv_bias": False, "out_bias": False}
 
 
 def small(**changes):

@@ -124,7 +124,7 @@ def kept_numbers(shape: Shape, how: str, tokens: int, keys: int, padded: bool) -
         return tokens * D
     if how == "selective":  # its input and the outputs of products and attention
         return tokens * (3 * D + 2 * (query + key + inner))
-    norms = sum(map(bool, shape.family.norms)) * D + bool(shape.qk_norm) * (query + key)
+    norms = sum(map(bool, shape.family.norms)) * D + bool(shape.family.qk_norm) * (query + key)
     if shape.family.one_plus:  # their inputs are float32
         norms *= 2
     # Of norms input and output; queries and attention's output; the MLP; keys and values.
