@@ -303,6 +303,11 @@ class Row:
     likelihood_C: Tensor | None = None  # loss.likelihood_weight, if the loss has that term
     bonus_C: Tensor | None = None       # weight of the entropy, if the loss has a bonus
 
+    def of_members(self, x_NG: Tensor) -> Tensor:
+        """Take the values of this row's completions, [S], in the dtype of its weights."""
+        n_S, g_S = torch.tensor(self.members).T
+        return x_NG[n_S, g_S].to(self.weight_C)
+
     def to(self, device: torch.device, dtype: torch.dtype) -> "Row":
         """Move the row to `device`, with the floating-point fields in `dtype`."""
         old = self.segments

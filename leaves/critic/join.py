@@ -106,12 +106,6 @@ def parts(cfg: Any, run: Any) -> Any:
         after_update=(*run.after_update, partial(fit_values, critic)))
 
 
-def rewards_of(minibatch: Minibatch, row: Row) -> Tensor:
-    """Return the reward of each completion of a row, [S]; 0 if it goes on."""
-    n_S, g_S = torch.tensor(row.members).T
-    return minibatch.reward_NG[n_S, g_S].to(row.weight_C)
-
-
 @torch.no_grad()
 def set_advantages(critic: CriticLearner, learner: Learner, minibatch: Minibatch, prepared: list[PreparedRow],
                    ) -> list[PreparedRow]:
@@ -124,7 +118,7 @@ def set_advantages(critic: CriticLearner, learner: Learner, minibatch: Minibatch
         cut_S = value_C[last_S] if settings.bootstrap == "prev" else after_S
         samples = [minibatch.groups[n].samples[g] for n, g in row.members]
         goes_on_S = torch.tensor([sample.pending for sample in samples], device=value_C.device)
-        end_S = torch.where(goes_on_S, cut_S, rewards_of(minibatch, row).to(cut_S))
+        end_S = torch.where(goes_on_S, cut_S, row.of_members(minibatch.reward_NG).to(cut_S))
         lam_S = torch.full_like(end_S, settings.lam)
         if settings.alpha is not None:
             lam_S = adaptive_lambda(end_S.new_tensor([sample.own for sample in samples]), settings.alpha)
@@ -143,7 +137,7 @@ def fit_values(critic: CriticLearner, learner: Learner, rolled: Rolled, step: in
     norms = []
     rate = learning_rate(step, critic.optim, learner.steps)
     with clock.phase("pack"):
-        packed = [[(row, rewards_of(minibatch, row)) for row in learner.rows(minibatch)]
+        packed = [[(row, row.of_members(minibatch.reward_NG)) for row in learner.rows(minibatch)]
                   for minibatch in split_minibatches(critic, learner, rolled, step)]
     with clock.phase("score"):
         batches = [[(*given, critic_target(critic, learner, *given)) for given in batch] for batch in packed]

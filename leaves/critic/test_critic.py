@@ -47,7 +47,7 @@ def row_of(learner: Learner, rolled: Rolled) -> tuple[Row, torch.Tensor]:
     """The one row, and the rewards of its completions."""
     minibatch, = split(learner, rolled)
     row, = learner.rows(minibatch)
-    return row, critic.rewards_of(minibatch, row)
+    return row, row.of_members(minibatch.reward_NG)
 
 
 def test_a_new_critic_says_the_middle_of_the_rewards_everywhere(tiny, tmp_path):
@@ -234,7 +234,7 @@ def critics_gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> 
     nudge(of_critic.model, 0.1)
     minibatch, = critic.split_minibatches(of_critic, learner, as_rolled(groups, adv_NG), step=0)
     for row in learner.rows(minibatch):
-        target_C = critic.critic_target(of_critic, learner, row, critic.rewards_of(minibatch, row))
+        target_C = critic.critic_target(of_critic, learner, row, row.of_members(minibatch.reward_NG))
         loss, _ = critic.add_value_gradient(of_critic, learner, row, target_C)
         total += loss.item()
     return dist.sum_over_ranks({"loss": total})["loss"], gradients(of_critic.model)

@@ -103,8 +103,7 @@ class Teacher:
                 gap_C = learner.log_probs(self.model, row) - row.sampled_logp_C
                 self.sums.update(read=row.counts * len(row.ids_T), scored=row.counts * len(gap_C),
                                  weight=row.weight_C.sum(), gap=(row.weight_C * gap_C).sum())
-                n_S, g_S = torch.tensor(row.members).T
-                own_C = own_NG[n_S, g_S].to(gap_C)[row.segment_C]
+                own_C = row.of_members(own_NG)[row.segment_C]
                 changed.append(replace(given, adv_C=gap_C.clamp(-bound, bound) + own_C))
         drawn = prepared and (self.second.keep or self.second.error)
         return self.draw(learner, minibatch, changed) if drawn else changed

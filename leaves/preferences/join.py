@@ -62,7 +62,7 @@ class Pairs:
             adv_NG = group_weight(ratio_NG, minibatch.adv_NG, settings.beta) * minibatch.adv_NG
         compared = []
         for given in prepared:
-            adv_S = torch.stack([adv_NG[n, g] for n, g in given.row.members]).to(given.adv_C)
+            adv_S = given.row.of_members(adv_NG)
             compared.append(replace(given, adv_C=adv_S[given.row.segment_C]))
         margin = (ratio_NG[:, :, None] - ratio_NG[:, None, :])[mark_pairs(reward_NG)]
         self.count += len(margin)
