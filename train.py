@@ -40,7 +40,7 @@ from eval import EvalSet, evaluate, load_sets
 from history import PromptHistory
 from infra import checkpoint, checks, dist, runfolder
 from infra.checkpoint import Checkpoints, find_newest, how_to_go_on, save_plainly
-from infra.choices import list_choices, longest_sampled, resolve_auto, settings_to_save
+from infra.choices import REQUESTED, list_choices, longest_sampled, resolve_auto
 from infra.device import engine_spec, find_device
 from infra.export import prompted_files
 from infra.rows import all_have_answers
@@ -175,7 +175,7 @@ def is_due(every: int, step: int, last: int) -> bool:
 def extra_state(run: Run, asked: Config) -> dict:
     """Return the content of a checkpoint's extra.pt."""
     return {
-        "config": settings_to_save(run.parts.cfg, asked),
+        "config": config.flatten(run.parts.cfg) | {REQUESTED: asked.rollout.slots},
         "history": run.parts.history.state(),
         "inputs": run.inputs,
     }

@@ -105,11 +105,6 @@ def list_choices(cfg: Config, decided: Config) -> dict:
     return {key: value for key, value in after.items() if value != before[key]}
 
 
-def settings_to_save(cfg: Config, asked: Config) -> dict:
-    """List the settings for a checkpoint, and the slots asked for, as memory may have room for fewer."""
-    return flatten(cfg) | {REQUESTED: asked.rollout.slots}
-
-
 def longest_sampled(cfg: Config) -> int:
     """Return the tokens of the longest sequence that the engine samples."""
     return max(cfg.longest, cfg.data.max_prompt_tokens + cfg.eval.max_new_tokens)

@@ -132,7 +132,7 @@ def test_a_run_that_goes_on_takes_the_same_choices_or_chooses_again():
     cfg = load("cppo_gsm8k", *MANY)
     first = on(cfg, "1.5B", 60)
     assert (first.model.checkpoint_blocks, first.rollout.sleep) == ("none", "never")
-    saved = choices.settings_to_save(first, cfg)
+    saved = config.flatten(first) | {choices.REQUESTED: cfg.rollout.slots}
     for gib in (60, 139):
         again = decided(cfg, "1.5B", gib, saved=saved)
         assert again.cfg == first and again.remarks == ()
