@@ -141,31 +141,28 @@ def test_the_file_of_the_page_is_biased_in_a_world_that_one_can_add_up(tried):
     assert "The mean is 1.3000 times the true gradient, and 0.0769 of that off." in said
 
 
-RANDOM = """
+HEAD = """
 import torch
 from prune import thin
+from settings.kinds import Comparison, Draw
 from settings.loader import kind
-@kind("random")
-class AtRandom:
-    "Keep each with a chance of a half."
+@kind("{}")
+class Mine({}):
+    "Mine."
+"""
+SKIPPED = HEAD.format("small", "Draw") + """
+    refills = False
+PROMPTS = {Mine: lambda memory, settings: memory.size_K}
+"""
+RANDOM = HEAD.format("random", "") + """
 def draw(given, settings):
     point = torch.rand(given.adv_NG.shape, generator=torch.Generator().manual_seed(given.seed))
     chance_NG = torch.full_like(given.adv_NG, 0.5)
     return thin(STATED, point < chance_NG)
-COMPLETIONS = {AtRandom: draw}
+COMPLETIONS = {Mine: draw}
 """
-
-
-SKIPPED = """
-import torch
-from settings.kinds import Draw
-from settings.loader import kind
-@kind("small")
-class Small(Draw):
-    "Skip."
-    refills = False
-PROMPTS = {Small: lambda memory, settings: memory.size_K}
-"""
+ADVANTAGE = HEAD.format("strange", "Comparison") + "ADVANTAGES = {Mine: lambda rewards, settings: RESULT}"
+STRANGE = "advantage: {kind: strange}"
 
 
 def test_a_pruner_of_prompts_is_exact_if_each_may_be_rolled_out(tried):
@@ -189,17 +186,6 @@ def test_a_pruner_that_draws_is_exact_by_the_chances_that_it_states_and_these_ar
         "point < chance_NG", "(r := point.log() / (1 + given.adv_NG.abs())) == r.amax(dim=1, keepdim=True)")
     with pytest.raises(ConfigError, match="keeps others than by the chances that it states, by"):
         tried(by_size, chosen.replace("random", "worse"))  # one of a group, as often as it says, but not which
-
-
-ADVANTAGE = """
-from settings.kinds import Comparison
-from settings.loader import kind
-@kind("strange")
-class Strange(Comparison):
-    "Strange."
-ADVANTAGES = {Strange: lambda rewards, settings: RESULT}
-"""
-STRANGE = "advantage: {kind: strange}"
 
 
 @pytest.mark.parametrize(("text", "setting", "said"), [
