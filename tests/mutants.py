@@ -68,8 +68,7 @@ BUGS = {
         ("row.segment_C, loss.tis_cap, loss.mask_ratio)", "row.segment_C, None, None)", "objectives")],
     "pack": [
         ("x_NG[n_C, g_C] * factor_C", "x_NG[n_C, g_C] * plan.counts", "nat"),
-        ("capacity - group.prompt):", "capacity):", "pack"),
-        ("rows, high = shorter, middle", "high = middle", "pack"),
+        ("capacity - group.prompt):", "capacity):", "pack"), ("rows, high = shorter, middle", "high = middle", "pack"),
         ("completion if n == before else keys[-1]", "keys[-1]", "pack"),
         ("        before[0] = prompt_start + len(prompt) - 1\n", "", "pack"),
         ("before[0] = prompt_start + len(prompt) - 1", "before[0] = prompt_start + len(prompt)", "objectives"),
@@ -123,8 +122,7 @@ BUGS = {
     "leaves/environment/join": [
         ("sum(to - start for start, to in self.replies)", "0", "replies"),
         ("own[start:to] = False", "own[start:to] = True", "replies"),
-        ("(length + start, length + to)", "(start, to)", "replies"),
-        ("if reply[1] < first.length", "", "replies"),
+        ("(length + start, length + to)", "(start, to)", "replies"), ("if reply[1] < first.length", "", "replies"),
         ('len(piece.replies), "turn")', '0, "turn")', "environment"),
         ("- len(request.tokens_before)", "- len(request.tokens_before) + 1", "environment"),
         ("last = len(whole.replies) + 1 >=", "last = len(whole.replies) >=", "environment"),

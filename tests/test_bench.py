@@ -100,8 +100,7 @@ def test_a_way_that_runs_out_of_memory_ends_alone(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("program", "reason"), [
-    ("print('fine')", ""),
-    ("import sys; print('why', file=sys.stderr); sys.exit(3)", "exit code 3: why"),
+    ("print('fine')", ""), ("import sys; print('why', file=sys.stderr); sys.exit(3)", "exit code 3: why"),
     ("raise ValueError('of what\\nkind')", "exit code 1: kind"),
     ("import os; os.kill(os.getpid(), 9)", "signal 9: ")])
 def test_a_part_that_ends_badly_says_how(program, reason):

@@ -467,15 +467,12 @@ def test_a_method_that_would_not_be_tried_is_an_error(plugged, refused, tmp_path
 
 @pytest.mark.parametrize(("words", "says"), [
     ("--method --config grpo_toy.yaml", "model.path=toy/model must be experiments/long_sums/model"),
-    ("--method --set optim.lr=7e-3", "optim.lr=0.007 must be 1e-4"),
-    ("--method --set seed=3", "the court chooses it"),
+    ("--method --set optim.lr=7e-3", "optim.lr=0.007 must be 1e-4"), ("--method --set seed=3", "the court chooses it"),
     ("--method --set eval.limit=4", "eval.limit=4 must be null"),
-    ("--method --set loss.old_logp=engine", "must be recompute: weigh of"),
-    ("--method --seeds 6", "invalid choice: 6"),
+    ("--method --set loss.old_logp=engine", "must be recompute: weigh of"), ("--method --seeds 6", "invalid choice: 6"),
     ("--method --train", "not allowed with argument"),
     ("--train grpo,pqs", "--train: 'grpo,pqs': give some of grpo,leave-one-out,"),
-    ("--set steps=3", "--set needs --method"),
-    ("--hours 0", "--hours needs --method or --train")])
+    ("--set steps=3", "--set needs --method"), ("--hours 0", "--hours needs --method or --train")])
 def test_a_comparison_that_would_be_unfair_and_options_without_effect_are_errors(
         words, says, plugged, refused, tmp_path):
     mine = tmp_path / "mine.py"

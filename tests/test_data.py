@@ -47,8 +47,7 @@ def test_the_columns_of_gsm8k_math_and_the_hubs_evaluation_sets_are_understood(t
         Problem("mine", "q", "2,125", "s"),
         Problem("mixed/1", "q", "42", "6 * 7 = <<6*7=42>>42\n#### 42"),
         Problem("mixed/2", "q", r"\frac{1}{2}", r"so \boxed{\frac{1}{2}}.", level="1"),
-        Problem("mixed/3", "q\u2028\x85", "7"),
-        Problem("mixed/4", "q", "27", level="?", subject="Algebra"),
+        Problem("mixed/3", "q\u2028\x85", "7"), Problem("mixed/4", "q", "27", level="?", subject="Algebra"),
         Problem("mixed/5", "q", "$1$, $2$")]
 
 

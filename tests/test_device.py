@@ -80,8 +80,7 @@ def test_without_vllm_the_embedded_engine_samples_and_a_line_says_what_to_instal
 @pytest.mark.parametrize(("name", "settings", "ranks", "slots"), [
     ("cppo_math", [], 8, 63),                                       # MATH-500; a step has 96
     ("cppo_math", ["rollout.tensor_parallel=4"], 8, 250),           # the same, and four ranks to an engine
-    ("cppo_math", ["data.eval=null"], 8, 12),
-    ("cppo_math", ["eval.limit=40"], 8, 12),
+    ("cppo_math", ["data.eval=null"], 8, 12), ("cppo_math", ["eval.limit=40"], 8, 12),
     ("cppo_math", ["data.eval=null", "rollout.prompts_per_step=8"], 8, 16),
     ("cppo_math", ["data.eval=mine.jsonl"], 8, 256),                # its length is not known
     ("cppo_math", ["data.eval=math500,gsm8k"], 16, 83),

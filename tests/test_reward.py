@@ -26,8 +26,7 @@ def total(parts: dict[str, float], cfg: Reward) -> float:
 
 @pytest.mark.parametrize(("text", "gold", "right"), [
     (FULL, "42", 3.0), ("<answer>42</answer>", "42", 2.0), ("<answer>42 apples</answer>", "42", 1.5),
-    ("<think>6*7</think>\n<answer>$42.0</answer>", "42", 2.5),
-    ("<think>6*7</think>\n<answer>41</answer>", "42", 1.0),
+    ("<think>6*7</think>\n<answer>$42.0</answer>", "42", 2.5), ("<think>6*7</think>\n<answer>41</answer>", "42", 1.0),
     ("<answer>6 or 42</answer>", "42", 0.0), ("<answer>1,234</answer>", "1,234", 2.0), ("42", "42", 0.0),
     (FULL + "\nand more", "42", 3.0), (FULL + " and more", "42", 2.0)])
 def test_cppos_gsm8k_reward_is_a_weighted_sum_of_components(text, gold, right):
@@ -51,8 +50,7 @@ def test_published_rewards_are_settings(settings, text, right):
 
 @pytest.mark.parametrize(("name", "text", "value"), [
     ("boxed", r"\boxed{}", 0.0), ("boxed", r"\boxed{1} \boxed{", 0.0), ("boxed", "#### 1", 0.0),
-    ("format", "so\n<think>a</think>\n<answer>b</answer>", 0.0),
-    ("tag_number", "<answer>42 or 6</answer>", 0.0),
+    ("format", "so\n<think>a</think>\n<answer>b</answer>", 0.0), ("tag_number", "<answer>42 or 6</answer>", 0.0),
     ("tag_exact", "<answer>1</answer> no <answer>42</answer>", 1.0),
     ("accuracy", "42", 0.0), ("wrong", "#### 42", 0.0)])
 def test_components_by_hand(name, text, value):

@@ -73,8 +73,7 @@ def test_a_sweep_is_told_apart_by_its_settings_and_every_cell_is_right(tmp_path,
         f"eval/few/accuracy {AT_BUDGET}": [
             ["run", "runs", "before", "10 steps", "1.055k generated tokens", "500 trained tokens", "20 seconds",
              "at its end"],
-            ["1e-4-10", "2", "20.0%", "89.0%", "90.0%", "90.0%", "89.0%", "89.0%"],
-            ["1e-5-0", "2", *["20.0%"] * 6],
+            ["1e-4-10", "2", "20.0%", "89.0%", "90.0%", "90.0%", "89.0%", "89.0%"], ["1e-5-0", "2", *["20.0%"] * 6],
             ["3e-4-0", "1", "20.0% [12.0%, 28.0%]", *["-"] * 4, "85.0% [77.0%, 93.0%]"]],  # two evaluations and the start are no verdict
         "Cost of a whole run": [
             ["run", "runs", "steps", "generated tokens", "trained tokens", "eval s", "step s", "update s", "rollout s"],
