@@ -269,13 +269,6 @@ LITERATURE |= {
 }
 
 
-def gradients_by(factor: Tensor, problem: Problem, steps: Steps) -> Tensor:
-    """Compute the gradient of every step, [S, P]."""
-    if factor.dim() == 3:
-        return torch.einsum("sng,sngp->sp", factor, steps.look_up(problem.full_QKP))
-    return torch.einsum("sngl,snglp->sp", factor, steps.look_up(problem.score_QKLP))
-
-
 # ---- rows
 
 class Row(NamedTuple):
@@ -321,8 +314,12 @@ def outcomes(row: Row) -> tuple[Steps, Tensor, Tensor, Tensor]:
         estimate, prompts = LITERATURE[row.chosen]
         steps = all_steps(problem, "on-policy", prompts)
         factor = estimate(problem, steps)
-        told_RNG = factor if factor.dim() == 3 else factor.abs().amax(dim=3)
-        return steps, gradients_by(factor, problem, steps), told_RNG, told_RNG != 0
+        if factor.dim() == 3:
+            gradient_RP = torch.einsum("sng,sngp->sp", factor, steps.look_up(problem.full_QKP))
+            return steps, gradient_RP, factor, factor != 0
+        gradient_RP = torch.einsum("sngl,snglp->sp", factor, steps.look_up(problem.score_QKLP))
+        told_RNG = factor.abs().amax(dim=3)
+        return steps, gradient_RP, told_RNG, told_RNG != 0
     drawn = all_draws(problem, row.chosen)
     trained_RNG = drawn.keep_RNG & (drawn.adv_RNG != 0)
     return drawn.steps, gradients(problem, drawn, row.chosen), drawn.adv_RNG, trained_RNG

@@ -164,12 +164,6 @@ def group_of(problem: Problem, behind: str, q: int, id_G: tuple[int, ...]) -> Gr
     return Group(Prompt(f"prompt {q}", (0,), ""), tuple(samples))
 
 
-def groups_of(problem: Problem, behind: str, steps: Steps, s: int) -> list[Group]:
-    """Make the records of one step's groups."""
-    members = zip(steps.prompt_SN[s].tolist(), steps.id_SNG[s].tolist(), strict=True)
-    return [group_of(problem, behind, q, tuple(id_G)) for q, id_G in members]
-
-
 def combs(size_M: Tensor, order_M: Tensor, count: float) -> list[tuple[float, Tensor, Tensor]]:
     """Go through the starts of systematic sampling: chance of an outcome, probabilities, and the kept."""
     prob_M = prune.inclusion(size_M, count)
@@ -244,7 +238,8 @@ def draw_kinds(problem: Problem, steps: Steps, adv_SNG: Tensor, chosen: Estimato
     first_U, kind_S = distinct(*keys)
     draws = []
     for s in first_U:
-        groups = groups_of(problem, chosen.behind, steps, s)
+        members = zip(steps.prompt_SN[s].tolist(), steps.id_SNG[s].tolist(), strict=True)
+        groups = [group_of(problem, chosen.behind, q, tuple(id_G)) for q, id_G in members]
         given = prune.Candidates(
             adv_SNG[s], groups, chosen.normalize, True, seed=2 * MOST * int(s), reward_NG=reward_SNG[s])
         draws.append(outcomes_of(given, settings))

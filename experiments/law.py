@@ -16,9 +16,7 @@ from kept_runs import Record, Run, area_gap, curve, experiment_status, keep_all,
 from try_method import find_method, load, plug_in
 
 RESULTS = Path(__file__).with_name("law.jsonl.xz")
-SGD = "sgd"  # of court/
 RATES, SEEDS, WHOLE = ("5e-5", "1e-4", "2e-4", "2.5e-5"), range(5), "keep 8"
-SGD_RATE = "0.3"
 PPS = "prune.completions={{kind: pps, {}, by_cost: true}}".format
 ARMS = {f"keep {count}": (PPS(f"keep: {count}, scope: batch"),) for count in (8, 5, 4, 3, 2)} | {
     f"{n} prompts": (f"rollout.prompts_per_step={n}",) for n in (3, 4)} | {
@@ -36,13 +34,13 @@ AT_SECONDS = {LONG: {WHOLE: "5e-5", "error 0.1": "5e-5", "keep 2": "5e-5", "cppo
               "4 epochs": dict.fromkeys((WHOLE, "error 0.1", "keep 2", "cppo"), "5e-5")}
 THE_LAW = [(rate, name) for rate, name in product(RATES, [*ARMS][:7])
            if rate == RATES[0] or name.startswith("keep")]
-THE_LAW += [(SGD_RATE, name) for name in ARMS if name.startswith("sgd")]
+THE_LAW += [("0.3", name) for name in ARMS if name.startswith("sgd")]
 
 
 def run_of(rate: str, name: str, seed: int, testbed: str = LONG) -> Run:
     recipe, *more = TESTBEDS[testbed]
     arm = name if testbed == LONG else f"{name} of {testbed}"
-    return Run(arm, (*ARMS[name], *more), rate, seed, recipe=recipe, method=SGD * name.startswith("sgd"))
+    return Run(arm, (*ARMS[name], *more), rate, seed, recipe=recipe, method="sgd" * name.startswith("sgd"))
 
 
 def runs() -> list[Run]:
@@ -101,7 +99,7 @@ def seconds_rows(kept: dict[str, Record]) -> list[list[str]]:
 
 
 def experiment() -> None:
-    plug_in(load(find_method(SGD)))
+    plug_in(load(find_method("sgd")))
     keep_all(runs(), RESULTS)
     kept = read(RESULTS)
     law = "rate, arm, runs, e, (1 + e)^-1/2, (1 + e)^-1, last %, worth in steps, in seconds".split(", ")

@@ -150,8 +150,5 @@ def wrap(cfg: Config, history: PromptHistory, sampler: Sampler) -> tuple[PromptH
     return Allocation(history, cfg.advantage, cfg.rollout.group_size), CopySampler(sampler)
 
 
-def copies_advantage(rewards: NotedRewards, settings: Allocated) -> Tensor:
-    return leave_one_copy_out(rewards.total_NG[:, 0], rewards.note_NG[:, 0])[:, None]
-
-
-ADVANTAGES = {Allocated: copies_advantage}
+ADVANTAGES = {Allocated: lambda rewards, settings: leave_one_copy_out(
+    rewards.total_NG[:, 0], rewards.note_NG[:, 0])[:, None]}

@@ -9,8 +9,7 @@ As released the sum is over all completions, the own one included, so that the g
 (own=True). Ours: leave the own one out. Then B_t depends on no token that it is used for, except by t <= own
 length, and with loss.normalize=sum the gradient is unbiased. W stays as it is behind a completion's end.
 
-experiments/measure_otb.py measures its variance. Trained with, the place for token weights (loss.weigh) turns
-leave-one-out's advantages into these.
+Trained with, the place for token weights (loss.weigh) turns leave-one-out's advantages into these.
 """
 
 from collections import defaultdict
