@@ -196,7 +196,7 @@ GSM8K = [
     for n in (4, 6, 8, 40)]
 SMALLER = {"vapo_math.yaml": ["critic.pretrain_steps=1"], "dapo_math.yaml": ["reward.overlong_tokens=8"],
            "depo_math.yaml": ["reward.overlong_tokens=8"], "dppo_listed_math.yaml": ["pack.budget=3000"],
-           "tppo_math.yaml": ["critic.pretrain_steps=1", "windows.tokens=10"]}
+           "tppo_math.yaml": ["critic.pretrain_steps=1", "windows.tokens=10"], "opd_math.yaml": [f"teacher.path={TOY}"]}
 
 
 @pytest.mark.slow
@@ -228,11 +228,12 @@ def test_the_published_configs_run_on_rows_in_their_layout(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", others_slow(PUBLISHED, "cppo_gsm8k.yaml", "prompt_pps_gsm8k.yaml"))
 def test_the_published_configs_train_at_toy_size(name, tmp_path):
-    """As `--config NAME.yaml toy.yaml` does; five need more than that, which their own toy config says."""
+    """As `--config NAME.yaml toy.yaml` does; six need more than that, which their own toy config says."""
     names = [f"{name.removesuffix('_math.yaml')}_toy.yaml"] if name in SMALLER else [name, "toy.yaml"]
     sizes = config.flatten(config.load(names))
     few = [f"rollout.prompts_per_step={max(4, sizes['update.minibatches'])}", "steps=2", "eval.limit=2",
-           *["critic.pretrain_steps=1"] * (sizes.get("critic.pretrain_steps", 0) > 0)]
+           *["critic.pretrain_steps=1"] * (sizes.get("critic.pretrain_steps", 0) > 0),
+           *[f"teacher.path={TOY}"] * ("teacher.path" in sizes)]
     train.train(config.load(names, [f"out={tmp_path / 'run'}", *few]))
     steps = [line for line in steps_of(tmp_path / "run") if "train/grad_norm" in line]
     assert steps and all(math.isfinite(line["train/grad_norm"]) for line in steps)
