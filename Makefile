@@ -34,19 +34,12 @@ CORE := tests/math/test_advantage.py tests/math/test_loss.py tests/math/test_pru
 test-leaves: .venv/dev ## three leaves at random, and all together, fall off a copy: the rest passes tests and trains the same
 	$(VENV)/python tests/fall_off.py --random 3 --tests $(CORE)
 
-# What CI runs of the slow tests: forks, checkpoints, stops, memory, groups in flight, the court's methods, and two killed
-# runs. The deselected ones take two to four minutes of CPU each.
-SLOW := tests/test_recipes.py tests/test_examples.py::test_every_cell_runs_and_prunes_as_the_page_says \
-	tests/test_checkpoint.py tests/test_stop.py tests/test_out_of_memory.py tests/test_every_day.py tests/test_lost.py \
-	tests/test_own_task.py tests/test_toy.py tests/test_wheel.py tests/test_fake_gpu.py::test_a_sync_in_the_loss_is_seen \
-	'tests/test_fake_gpu.py::test_an_update_waits_launches_and_computes_no_more_than_it_did[7B]' \
-	tests/test_on_device.py::test_a_step_waits_no_more_than_it_did \
-	leaves/windows/test_flight.py leaves/fit/test_memory.py tests/test_court.py \
-	--deselect tests/test_out_of_memory.py::test_of_two_ranks_the_one_whose_memory_runs_out_ends_with_status_2_and_says_what_to_set \
-	--deselect tests/test_court.py::test_the_method_of_the_page_is_compared_as_far_as_it_ran_and_a_changed_one_begins_anew
+# CI runs a tenth of the slow tests, by the day of the year. Their seconds are of `pytest --store-durations`.
+TENTH = --splits 10 --group $$(( $$(date +%-j) % 10 + 1 )) --splitting-algorithm least_duration \
+	--durations-path tests/durations.json
 
-test-slow: .venv/dev ## runs that are stopped, killed or out of memory go on as the same runs; recipes train
-	$(VENV)/python -m pytest -n 2 --dist worksteal -m slow $(SLOW)
+test-slow: .venv/dev ## the slow tests of today, a tenth; two runs are killed and go on as the same runs; 200 damaged files
+	$(VENV)/python -m pytest -n 2 --dist worksteal -m "slow and not vllm" $(TENTH)
 	$(VENV)/python tests/survive.py --kills 2 --signals
 	$(VENV)/python tests/fuzz.py --mutants 200
 
