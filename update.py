@@ -40,26 +40,26 @@ def update(learner: Learner, batch: Batch, step: int, clock: Clock, redrawn: Seq
     if step < first:
         return {}
     with clock.phase("pack"):
-        places = [list(range(batch.offered))]
+        parts = [list(range(batch.offered))]  # the prompts of each optimizer step, by their places
         if settings.minibatches > 1:
-            places = split_prompts(learner.seed, step, batch.offered, settings.minibatches)
-        minibatches = [make_minibatch(learner, drawn, here) for drawn in (batch, *redrawn) for here in places]
+            parts = split_prompts(learner.seed, step, batch.offered, settings.minibatches)
+        minibatches = [make_minibatch(learner, drawn, part) for drawn in (batch, *redrawn) for part in parts]
         rows = [learner.rows(minibatch) for minibatch in minibatches]
     with clock.phase("score"):
         extra, prepared = len(minibatches) > 1 and needs_extra_pass(learner.loss), []
         for minibatch, own_rows in zip(minibatches, rows, strict=True):
-            unmoved = len(places) == 1 and not prepared  # its own pass is before the first optimizer step
-            prepared.append(prepare_rows(learner, minibatch, own_rows, extra and not unmoved))
+            later = len(parts) > 1 or len(prepared) > 0  # an optimizer step may lie before its own pass
+            prepared.append(prepare_rows(learner, minibatch, own_rows, extra and later))
     rate = learning_rate(step - first, learner.optim, learner.steps - first)
     sums, norms, rates = PassSums(learner.pack, learner.policy.quadratic), [], []
     not_finite = partial(NotFinite, step=step + 1, records=batch)
     with clock.phase("update"):
-        for taken in range(settings.epochs * len(places)):  # optimizer steps so far
+        for taken in range(settings.epochs * len(parts)):  # optimizer steps so far
             i = taken % len(minibatches)  # with one draw for all epochs they meet the same mini-batches
             passed = add_gradients(learner, minibatches[i], prepared[i], unmoved=not taken)
             prepared[i] = [row for row, _ in passed]
             for row, terms in passed:
-                sums.add(row, terms, first_pass=taken < len(places))
+                sums.add(row, terms, first_pass=taken < len(parts))
             share = effective_share(passed) if settings.rate_by_ess else 1.0
             rates.append(rate * share ** 0.5)
             norm = optimizer_step(learner.policy, learner.optimizers, rates[-1], learner.optim.clip_norm,

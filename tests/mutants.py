@@ -85,8 +85,8 @@ BUGS = {
         ('pruned, "token", loss.denominator, learner',
          "pruned, loss.normalize, loss.denominator, learner", "objectives"),
         (" * ~batch.reward_NG[members].isnan()", "", "unbiased"),
-        ("taken % len(minibatches)", "taken % len(places)", "unbiased"),
-        ("extra and not unmoved", "False", "unbiased")],
+        ("taken % len(minibatches)", "taken % len(parts)", "unbiased"),
+        ("extra and later", "False", "unbiased")],
     "collect": [
         ('dist.seed_for(seed, epoch, "epoch") if epoch', "seed if epoch", "collect"),
         ('dist.seed_for(seed, "tokens")', "seed", "nat"),
