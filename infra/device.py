@@ -14,7 +14,6 @@ import torch
 
 from config import Config, ConfigError
 from infra import dist
-from infra.terminal import to_stderr
 from infra.tokenizer import Tokenizer
 from infra.weights import Shape, read_shape
 from records import EngineSpec, frozen
@@ -24,7 +23,6 @@ WRONG_BUILD = f"torch {torch.__version__} is a build without CUDA: pip install -
 OLD_DRIVER = (f"torch {torch.__version__} needs a driver for CUDA {torch.version.cuda} (13: 580 or newer; "
               "nvidia-smi shows it): update the driver")
 USABLE_SHARE = 0.9  # of the memory free when a run begins; the CUDA context and odd sizes take some
-HALVES = ("avx512_bf16", "amx_bf16")  # features of a CPU that multiplies bfloat16 faster than float32
 VLLM_VERSION = "0.32.0"  # the tests run this version; the API changes from one to the next
 Parts = dict[str, float]  # bytes by name
 
@@ -151,10 +149,6 @@ def engine_spec(cfg: Config, device: torch.device, tokenizer: Tokenizer, longest
     """Describe an engine for sequences of so many tokens, which is awake all the time."""
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = auto if cfg.model.dtype == "auto" else getattr(torch, cfg.model.dtype)
-    able = torch.cpu.get_capabilities()
-    if device.type == "cpu" and dtype == torch.bfloat16 and not any(able.get(name) for name in HALVES):
-        to_stderr(f"model.dtype=bfloat16 takes this CPU 6 to 70 times as long as float32: it has none of "
-                  f"{', '.join(HALVES)}")
     return EngineSpec(
         tokenizer.folder,
         dtype,

@@ -15,7 +15,6 @@ import metrics
 from infra import choices, dist
 from infra import device as hardware
 from infra.device import Machine
-from infra.tokenizer import Tokenizer
 from infra.weights import read_shape
 from records import EngineSpec
 from settings.loader import ConfigError
@@ -126,22 +125,6 @@ def machine_on_ranks() -> tuple[float, int, bool]:
 
 def test_all_ranks_choose_by_the_one_that_has_least(tmp_path):
     assert on_ranks(2, tmp_path, machine_on_ranks) == [(999.0, 2, True)] * 2
-
-
-def test_halves_are_said_to_be_slow_on_a_cpu_without_instructions_for_them(monkeypatch, capsys):
-    tokenizer = Tokenizer(TOY)
-    for able, dtype, said in (({}, "bfloat16", 1), ({"amx_bf16": True}, "bfloat16", 0), ({}, "float32", 0)):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda able=able: able)
-        hardware.engine_spec(config.load("cppo_toy.yaml", [f"model.dtype={dtype}"]), CPU, tokenizer, 64)
-        assert capsys.readouterr().err.count("model.dtype=bfloat16 takes this CPU 6 to 70 times as long") == said
-
-
-@pytest.mark.parametrize(("cores", "ranks", "said"), [(3, 1, ""), (8, 2, ""), (8, 1, "7 of 8 cores are idle: ")])
-def test_a_run_on_one_core_of_many_says_so(cores, ranks, said, monkeypatch):
-    monkeypatch.setattr(choices.os, "sched_getaffinity", lambda process: range(cores))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    remarks = kernels("cppo_gsm8k", Machine(CPU, GIB, ranks)).remarks
-    assert "".join(remarks).startswith(said) and bool(remarks) == bool(said)
 
 
 def test_only_the_tested_vllm_counts(monkeypatch):
