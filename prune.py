@@ -388,7 +388,9 @@ def bernoulli_prompts(memory: Memory, drop_prob: float | None, error: float | No
     """
     small_K = memory.size_K < memory.mean * SLACK
     if drop_prob is None:
-        drop_prob = drop_within(memory.size_K.nan_to_num(nan=memory.mean), small_K, error)
+        # A prompt that showed nothing the last time may come back, as in `proportional_prob`.
+        norm_K = memory.size_K.nan_to_num(nan=memory.mean).clamp(min=0.1 * memory.mean)
+        drop_prob = drop_within(norm_K, small_K, error)
     return 1 - drop_prob * small_K.double()
 
 

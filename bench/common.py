@@ -45,14 +45,9 @@ def table(rows: list[dict], left_out: tuple[str, ...] = ()) -> str:
     """Write rows as a table of markdown, with the columns that any of them has a value in."""
     filled = dict.fromkeys(key for row in rows for key, value in row.items() if value not in ("", None))
     columns = [key for key in filled if key not in left_out]
-    lines = [columns, *([cell(row.get(key)).replace("|", "\\|") for key in columns] for row in rows)]
-    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    text = ""
-    for line in lines:
-        padded = [value.ljust(width) for value, width in zip(line, widths, strict=True)]
-        text += f"| {' | '.join(padded)} |\n"
-    return text
+    lines = [columns, ["---"] * len(columns),
+             *([cell(row.get(key)).replace("|", "\\|") for key in columns] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def show(title: str, rows: list[dict]) -> list[dict]:

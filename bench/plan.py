@@ -97,8 +97,8 @@ def main() -> None:
     ways, pruned = [], []
     for name in CASES:
         whole, _ = predict(name)
-        step, update = sum(whole.values()), whole["update"]
-        pruned.append({"config": name, "step, all kept": step, "update's share": update / step})
+        step, update = sum(whole.values()), whole["update"] + whole["teacher"]
+        pruned.append({"config": name, "step, all kept": step, "update's and teacher's share": update / step})
         for error, share in (map(float, part.split("=")) for part in args.shares.split(",")):
             gains = [step / (step - (1 - share) * update) * (1 + error) ** -power for power in (1, 0.5)]
             pruned[-1][f"error {error:g}"] = "{:.2f} to {:.2f}".format(*gains)

@@ -281,8 +281,7 @@ class Row(NamedTuple):
 
 
 PROBLEMS = {
-    "main": {},
-    "one prompt, 0/1, equal lengths": {"lengths": "equal", "prompts": (1,), "size": 4},
+    "main": {}, "one prompt, 0/1, equal lengths": {"lengths": "equal", "prompts": (1,), "size": 4},
     "one prompt, 0/1": {"prompts": (1,), "size": 4},
     "one prompt, graded, equal lengths": {"lengths": "equal", "prompts": (0,), "size": 4},
     "two prompts, 0/1, equal lengths": {"lengths": "equal", "graded": False, "size": 4},
@@ -425,6 +424,7 @@ def table_of(rows: list[Row]) -> list[str]:
     for row in rows:
         figures = measure(row)
         bias = "exact" if figures["bias"] < EXACT else f"{figures['bias']:.3f}"
+        bias = bias if figures["scale"] > 0 else f"turned around, {bias}"
         variance = f"{figures['variance']:.2f}"
         whole = [f"{figures['scale']:.2f}", bias, variance, f"{figures['trained']:.1f}"]
         lines.setdefault(row.name, []).extend([f"{bias} ({variance})"] if row.column else whole)

@@ -40,35 +40,24 @@ class Estimator(NamedTuple):
 
 
 ADVANTAGES = {
-    "reward": None,
-    "soft_value": SoftValue(),
-    "leave_one_out": kinds.LeaveOneOut(),
-    "shrinkage": kinds.Shrinkage(),
-    "centred": kinds.Centred(),
-    "group_norm": kinds.GroupNorm(),
+    "reward": None, "soft_value": SoftValue(), "leave_one_out": kinds.LeaveOneOut(),
+    "shrinkage": kinds.Shrinkage(), "centred": kinds.Centred(), "group_norm": kinds.GroupNorm(),
     "group_norm, correction 0": kinds.GroupNorm(correction=0),
     "decoupled": kinds.Decoupled(),
 }
 PRUNERS = {
-    "none": kinds.KeepAll(),
-    "topk": kinds.TopK(keep=2),
-    "topk of the step": kinds.TopK(keep=2, scope="batch"),
-    "bottom": kinds.Bottom(drop_prob=0.7),
-    "bernoulli": kinds.Bernoulli(drop_prob=0.5),
-    "pps": kinds.Pps(keep=2, size="adv"),
+    "none": kinds.KeepAll(), "topk": kinds.TopK(keep=2),
+    "topk of the step": kinds.TopK(keep=2, scope="batch"), "bottom": kinds.Bottom(drop_prob=0.7),
+    "bernoulli": kinds.Bernoulli(drop_prob=0.5), "pps": kinds.Pps(keep=2, size="adv"),
     "pps of the step": kinds.Pps(keep=2, scope="batch", size="adv"),
     "pps of the step by surprise": kinds.Pps(keep=2, scope="batch"),
     "pps by cost": kinds.Pps(keep=2, scope="batch", by_cost=True, size="adv"),  # Cost-Aware, arXiv:2604.28020
     "pods": kinds.Pods(keep=2),
-    "pods, compared with all": kinds.Pods(keep=2, compare="all"),
-    "variance": kinds.VarianceShare(share=0.7),
+    "pods, compared with all": kinds.Pods(keep=2, compare="all"), "variance": kinds.VarianceShare(share=0.7),
 }
 REGIONS = {
-    "none": kinds.NoBound(),
-    "clip": kinds.Clip(),
-    "clip, high 0.28": kinds.Clip(high=0.28),
-    "clip_sequence": kinds.ClipSequence(low=3e-4, high=4e-4),
-    "clamp": kinds.Clamp(low=1, high=0.2),
+    "none": kinds.NoBound(), "clip": kinds.Clip(), "clip, high 0.28": kinds.Clip(high=0.28),
+    "clip_sequence": kinds.ClipSequence(low=3e-4, high=4e-4), "clamp": kinds.Clamp(low=1, high=0.2),
     "total_variation": kinds.TotalVariation(divergence=0.15),
     "total_variation, both sides": kinds.TotalVariation(divergence=0.3, sides="both", cap=1e4),
     "binary_kl": kinds.BinaryKl(divergence=0.05),
@@ -208,7 +197,12 @@ def outcomes_of(given: prune.Candidates, settings: Any) -> Draws:
     if settings.kind == "bernoulli":
         return draw_each(given, settings)
     drawn = prune.COMPLETIONS[settings.kind](given, settings)
-    return draw_by_seeds(given, settings, drawn.prob_NG) if (drawn.prob_NG % 1 > 0).any() else [(1.0, drawn)]
+    if (drawn.prob_NG % 1 > 0).any():
+        return draw_by_seeds(given, settings, drawn.prob_NG)
+    again = prune.COMPLETIONS[settings.kind](replace(given, seed=given.seed + 1), settings)
+    if not drawn.keep_NG.equal(again.keep_NG):
+        raise ConfigError(f"prune.completions.kind={settings.kind} draws, and states chances of 0 and 1")
+    return [(1.0, drawn)]
 
 
 def draw_by_seeds(given: prune.Candidates, settings: Any, prob_NG: Tensor) -> Draws:
@@ -284,7 +278,7 @@ def in_order(steps: Steps) -> Steps:
 def draw(problem: Problem, steps: Steps, chosen: Estimator) -> Drawn:
     """Compare and prune the completions of all steps, in all outcomes of the draw."""
     settings = PRUNERS[chosen.completions]
-    if settings.kind in DRAWN:  # reads no places, so permuted groups have one gradient, and are one step
+    if settings.kind in DRAWN and chosen.advantage != MINE:  # permuted groups have one gradient: are one step
         steps = in_order(steps)
     adv_SNG = compare(problem, steps, chosen.advantage)
     draws, kind_S = draw_kinds(problem, steps, adv_SNG, chosen)
@@ -310,7 +304,8 @@ def draw(problem: Problem, steps: Steps, chosen: Estimator) -> Drawn:
 
 def all_draws(problem: Problem, chosen: Estimator) -> Drawn:
     """Go through all steps and draws, once for all estimators that prune alike."""
-    normalize = chosen.normalize if getattr(PRUNERS[chosen.completions], "size", "") == "surprise" else ""
+    reads = chosen.completions == MINE or getattr(PRUNERS[chosen.completions], "size", "") == "surprise"
+    normalize = chosen.normalize if reads else ""
     return draw_all(problem, chosen._replace(normalize=normalize, denominator="", trust=""))
 
 

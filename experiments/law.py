@@ -51,17 +51,18 @@ def runs() -> list[Run]:
 
 
 def worth(these: list[Record], those: list[Record], cost: str) -> float:
-    """Compute what those had spent at the last accuracy of these, over what these spent, of mean curves."""
+    """Compute what those had spent at the last accuracy of these, over what these spent, of mean curves;
+    infinity if they never were as good."""
     (x_E, y_E), (spent_E, reached_E) = (
         np.mean([(run.spent[cost], run.accuracy_E) for run in map(curve, records)], axis=0)
         for records in (these, those))
-    return np.interp(y_E[-1], np.maximum.accumulate(reached_E), spent_E) / x_E[-1]
+    return np.interp(y_E[-1], np.maximum.accumulate(reached_E), spent_E, right=np.inf) / x_E[-1]
 
 
 def mean_error(records: list[Record]) -> float:
-    """Average the predicted error of the draws over steps."""
+    """Average the predicted error of the draws over steps; nan without one."""
     lines = [line for record in records for line in record.lines if "prune/kept" in line]
-    return np.mean([line.get("prune/error", 0.0) for line in lines])
+    return np.mean([line.get("prune/error", np.nan) for line in lines])
 
 
 def law_rows(kept: dict[str, Record]) -> list[list[str]]:

@@ -1,10 +1,12 @@
 """Take a method that one file brings into the atlas's tables, as the entry MINE (atlas.py --method)."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
+import torch
 from enumeration import SKIPPING
 from estimators import ADVANTAGES, MINE, PRUNERS, REGIONS, Estimator
 from torch import Tensor
@@ -34,6 +36,10 @@ def checked(function: Callable, name: str, given: Any, settings: Any) -> Any:
     field = {Candidates: "adv_NG", LogProbs: "logp_C", Memory: "size_K"}.get(type(given), "total_NG")
     like = getattr(given, field)
     pruned = isinstance(result, Pruned)
+    if isinstance(given, Candidates) and not (pruned and result.keep_NG.dtype == torch.bool):
+        raise ConfigError(f"{name} must return a records.Pruned whose keep_NG is bool")
+    if field == "logp_C" and not result.equal(function(replace(given, adv_C=2 * given.adv_C), settings)):
+        raise ConfigError(f"{name}: the atlas has no region that reads more of advantages than their sign")
     for part in (result.keep_NG, result.weight_NG, result.prob_NG) if pruned else (result,):
         got = [*part.shape] if isinstance(part, Tensor) else type(part).__name__
         if got != [*like.shape]:
@@ -49,10 +55,7 @@ def take(name: str, recipe: str | None, settings: list[str]) -> tuple[Estimator,
     """Plug a method's file in; return its row's choices, and the one that is its own. What its config has of
     the court's recipe is as on the atlas's page. Raises ConfigError."""
     path = find_method(name)
-    try:
-        method = load(path)
-    except Exception as error:
-        raise ConfigError(f"{path.name} raised {type(error).__name__}: {error}".partition("\n")[0]) from error
+    method = load(path)
     for key, why in NOT_HERE.items():  # before it is plugged into the product
         if hasattr(method, key):
             raise ConfigError(f"{path.name}: the atlas cannot express {key}: {why}; court.py --method can")

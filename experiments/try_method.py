@@ -39,6 +39,7 @@ import loss  # noqa: E402
 import train  # noqa: E402
 import update  # noqa: E402
 from advantage import ESTIMATORS  # noqa: E402
+from infra.digests import hash_file  # noqa: E402
 from infra.terminal import new_parser  # noqa: E402
 from model import WITH_ENTROPY, Decoder  # noqa: E402
 from prune import COMPLETIONS, PROMPTS  # noqa: E402
@@ -64,19 +65,25 @@ def find_method(name: str) -> Path:
 
 
 def load(path: Path) -> ModuleType:
-    """Import a file by its path, once."""
+    """Import a file by its path, once; it may import its neighbours. Raises ConfigError."""
     name = "method_" + re.sub(r"\W", "_", str(path.resolve()))
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
+        module = importlib.util.module_from_spec(spec)
+        sys.path.append(str(path.resolve().parent))
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            said = f"{path} raised {type(error).__name__}: {error}".partition("\n")[0]
+            raise config.ConfigError(said) from error
+        sys.modules[name] = module
     return sys.modules[name]
 
 
 def plug_in(method: ModuleType) -> None:
-    """Add a method's kinds to the config and to the tables of functions, and let it wrap the sampler. Raises
-    ConfigError."""
-    if not any(hasattr(method, name) for name in (*KINDS, "weigh", "wrap")):
+    """Add a method's kinds to the config and to the tables of functions, let it wrap the sampler, and count
+    its file among the inputs of a run. Raises ConfigError."""
+    if not any(getattr(method, name, None) for name in (*KINDS, "weigh", "wrap")):
         raise config.ConfigError(f"{method.__file__} defines none of {', '.join(KINDS)}, weigh, wrap: "
                                  "docs/fork.md has a whole file")
     for name, (section, setting, table) in KINDS.items():
@@ -88,16 +95,18 @@ def plug_in(method: ModuleType) -> None:
         loss.has_token_weights = learner.has_token_weights = lambda settings: True
     if getattr(method, "ENTROPY", False):
         learner.load_sharded = with_entropies(learner.load_sharded)
-    if hasattr(method, "wrap"):
-        leaves.through = with_wrapper(method.wrap, leaves.through)
+    leaves.through = with_method(method, leaves.through)
 
 
-def with_wrapper(wrap: Callable, through: Callable) -> Callable:
-    """Let a method replace the history and the sampler of a run after all leaves have."""
+def with_method(method: ModuleType, through: Callable) -> Callable:
+    """Let a method replace the history and the sampler of a run after all leaves have; a run goes on with the
+    file that it began with."""
     def passed(hook: str, cfg: config.Config, thing: Any) -> Any:
         thing = through(hook, cfg, thing)
-        if hook == "parts":
-            history, sampler = wrap(cfg, thing.history, thing.sampler)
+        if hook == "inputs":
+            return thing | {"a method's file": hash_file(Path(method.__file__))}
+        if hook == "parts" and hasattr(method, "wrap"):
+            history, sampler = method.wrap(cfg, thing.history, thing.sampler)
             thing = replace(thing, history=history, sampler=sampler)
         return thing
 
@@ -119,6 +128,8 @@ def add_kinds(section: type, setting: str, functions: dict[type, Any], table: di
     field = setting.rpartition(".")[2]
     union = get_type_hints(section)[field]
     for kind, function in functions.items():
+        if not isinstance(kind, type):
+            raise config.ConfigError(f"{setting}: a method's table has dataclasses for keys, not {kind!r}")
         name = name_of(kind)
         if table.get(name, function) is not function:
             raise config.ConfigError(f"{setting}.kind={name} is there already: give yours another name")
@@ -167,7 +178,7 @@ def main() -> int:
     except config.ConfigError as error:
         parser.error(str(error))
     changes = [word for text in args.set for word in ("--set", text)]
-    sys.argv = ["train.py", "--config", chosen, *changes, *others]
+    sys.argv = [f"{sys.argv[0]} {args.method}", "--config", chosen, *changes, *others]
     return train.main()
 
 

@@ -382,12 +382,12 @@ def require_same_ranks(made_of: dict[str, object]) -> None:
 def require_same_inputs(step: Path, began: dict[str, str], here: dict[str, str]) -> None:
     """Raise ConfigError if a checkpoint was trained on other weights, data or tokenizers than these; name
     code and libraries that have changed."""
-    changed = [setting for setting in here if began.get(setting) != here[setting]]
+    changed = [setting for setting in began | here if began.get(setting) != here.get(setting)]
     renewed = [setting for setting in changed if setting.startswith(("code of ", "version of "))]
     if renewed and dist.is_first():
         to_stderr(f"{step} was made with another {SHORT.repr(renewed)}")
     for setting in changed:
         if setting not in renewed:
-            raise ConfigError(f"{step} was trained with {began.get(setting, 'nothing')} at {setting}, where "
-                              f"there are now {here[setting]}; bring the former back, or begin another run "
-                              "with --set out=...")
+            raise ConfigError(f"{step} was trained with {began.get(setting, 'nothing')} at {setting}, and "
+                              f"here it is {here.get(setting, 'nothing')}; bring the former back, or begin "
+                              "another run with --set out=...")

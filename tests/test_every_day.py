@@ -198,7 +198,7 @@ def going(folder, *settings: str):
 def test_a_run_that_finds_other_inputs_does_not_go_on(first_step):
     """Rows in another order, or a tokenizer's file with one word more."""
     for name, setting in (
-            ("train.jsonl", r"12 prompts of sha256 \w{16} at data.train, where there are now 12 prompts"),
+            ("train.jsonl", r"12 prompts of sha256 \w{16} at data.train, and here it is 12 prompts"),
             ("test.jsonl", r"12 prompts of sha256 \w{16} at data.eval .test., where"),
             ("model/tokenizer_config.json", "json and jinja files .* at model.path, where")):
         path = first_step / name

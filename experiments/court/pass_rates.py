@@ -14,11 +14,8 @@ from records import Rewards, Rolled
 from settings.loader import flatten
 
 PLAIN = {
-    "prune.prompts.kind": "none",
-    "rollout.until": "offered",
-    "windows.tokens": None,
-    "rollout.stop": None,
-    "labels.kind": "gold",
+    "prune.prompts.kind": "none", "rollout.until": "offered", "rollout.drafts": None,
+    "windows.tokens": None, "rollout.stop": None, "labels.kind": "gold",
     "update.minibatches": 1,
 }
 

@@ -34,7 +34,7 @@ from metrics import Clock
 from model import Decoder
 from pack import Minibatch
 from policy import Weights, hash_weights
-from prune import LEAST_SURPRISE, SIZE_FLOOR, fewest, pps
+from prune import LEAST_SURPRISE, SIZE_FLOOR, fewest, pps, predicted_error
 from records import Group, Metrics, PreparedRow, Rewards, Rolled, lengths
 
 COLUMNS = ("adv_C", "ref_logp_C", "old_logp_C", "factor_C")  # of a prepared row
@@ -70,6 +70,10 @@ def parts(cfg: Config, run: Any) -> Any:
     require_same_tokens(run.task.tokenizer, source)
     check_positions(source, cfg.longest, "data.max_prompt_tokens and rollout.max_new_tokens")
     model = load_sharded(cfg, source, learner.device, learner.dtype, Narrow()).requires_grad_(False)
+    known, own = model.shape.vocab_size, learner.policy.shape.vocab_size
+    if known < own:
+        raise ConfigError(f"teacher.path={source} has {known} embeddings and must have the student's {own}, "
+                          "padding included: take another teacher, or pad it")
     teacher = Teacher(model, cfg)
     return replace(
         run,
@@ -124,6 +128,7 @@ class Teacher:
         size_K = size_NG.flatten()
         keep = self.second.keep or fewest(size_K, size_K, self.second.error) / len(size_NG)
         drawn = pps(size_NG, torch.arange(len(size_K)), keep, "batch", minibatch.seed)
+        self.sums.update(draws=1, error=predicted_error(size_K, drawn.prob_NG.flatten()))
         left = replace(minibatch, keep_NG=drawn.keep_NG, weight_NG=minibatch.weight_NG * drawn.weight_NG)
         values = [(row, torch.cat([pieces[place][1:] for place in row.members], dim=1).to(row.weight_C))
                   for row in learner.rows(left)]
@@ -135,8 +140,10 @@ class Teacher:
         self.sums.clear()
         if not total:
             return {}
-        offered = lengths(rolled.groups, rolled.adv_NG.shape[1]).sum().item()
-        return {"teacher/tokens": int(total["read"]), "teacher/share": total["scored"] / offered,
+        groups = [group for group in rolled.groups if group.samples[0].offered]
+        offered = lengths(groups, rolled.adv_NG.shape[1]).sum().item()
+        drawn = {"teacher/error": total["error"] / total["draws"]} if "draws" in total else {}
+        return drawn | {"teacher/tokens": int(total["read"]), "teacher/share": total["scored"] / offered,
                 "teacher/kl": -total["gap"] / total["weight"],
                 "time/teacher": self.clock.seconds.pop("teacher")}
 

@@ -36,11 +36,11 @@ SECOND = [  # of a second draw
 ]
 REQUIRES = {
     "advantage.reward": ["prune.truncated=false: cut completions would be left out of their group's mean"],
-    "teacher.keep": ["teacher.error=null: it is in its place", *SECOND],
+    "teacher.keep": ["teacher.error=null: teacher.keep is in its place", *SECOND],
     "teacher.error": SECOND,
     "advantage.kind=distill": [
-        "prune.completions.kind=none, bernoulli or pps: no |A| is known before the teacher has read",
-        "prune.prompts.kind=none, bernoulli or pps: no |A| is known before the teacher has read",
+        "prune.completions.kind=none or pps: no |A| is known before the teacher has read",
+        "prune.prompts.kind=none or pps: no |A| is known before the teacher has read",
         "rollout.until=offered or full: a group of equal rewards has a gradient too",
     ],
 }

@@ -1,7 +1,7 @@
 """Settings of drafts: rollout.drafts."""
 
 # A prompt's completions of the last epoch are drafts of its next ones: tokens that a new one shares with them
-# need no decoding step of their own. Completions stay the same.
+# need no decoding step of their own. Completions stay the same, up to rounding.
 CHOICES = {"rollout.drafts": bool | None}
 HOOKS = ("spec", "parts")
 REQUIRES = {

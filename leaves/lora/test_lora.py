@@ -220,7 +220,7 @@ def test_an_adapter_goes_on_on_its_own_base_and_from_its_own_first_one_alone(tin
     save_file(first, file)
     tensors = load_file(base / "model.safetensors")
     save_file(tensors | {"model.norm.weight": 2 * tensors["model.norm.weight"]}, base / "model.safetensors")
-    said = rf"{step} was trained with weights of sha256 \w{{16}} at model.path .weights., where there are now"
+    said = rf"{step} was trained with weights of sha256 \w{{16}} at model.path .weights., and here it is"
     refuses(said, train.train, short(run, base, "steps=3", *settings), resume="always")
     refuses(said, weights_of(step).policy, step, base, torch.float32)
 

@@ -12,6 +12,7 @@ import torch
 
 from config import Config, with_value
 from infra.figures import align
+from infra.lines import is_evaluation
 from prune import Candidates, fewest, gradient_size, inclusion
 from records import Batch, Metrics, Rolled
 from settings.kinds import Pps
@@ -24,6 +25,8 @@ BY_TOKENS = ("pack", "score", "update")  # phases that take seconds in proportio
 
 def may_draw(cfg: Config) -> bool:
     """Tell whether PPS by an error can take the place of a run's own pruning."""
+    if cfg.rollout.until == "full" or getattr(cfg.prune.completions, "compare", "all") == "kept":
+        return False  # a step is as long as before, or the advantages of those left out are of other groups
     drawn = with_value(with_value(cfg, "loss.denominator", "all"), "prune.completions", Pps(error=ERRORS[0]))
     # A run has chosen settings of its rollout by itself, against their rules.
     return all(fine for key, fine, _ in all_rules(drawn) if not key.startswith("rollout."))
@@ -61,10 +64,13 @@ def advice(lines: list[dict], seconds: dict[str, float]) -> list[str]:
         if seconds:
             raise ConfigError("--seconds: no step of the run has logged prune/share, which it needs")
         return []
-    took = {key.removeprefix("time/"): mean(line.get(key, 0.0) for line in steps)
+    done = [line for line in lines if not is_evaluation(line)]  # those without a gradient take seconds too
+    took = {key.removeprefix("time/"): mean(line.get(key, 0.0) for line in done)
             for key in steps[-1] if key.startswith("time/")}
-    if not (seconds.keys() <= took.keys() and all(0 < value < math.inf for value in seconds.values())):
-        raise ConfigError(f"--seconds {seconds} must give some of {', '.join(took)} seconds above 0")
+    phases = took.keys() - {"step"}
+    if not (seconds.keys() <= phases and all(0 < value < math.inf for value in seconds.values())):
+        known = ", ".join(sorted(phases))
+        raise ConfigError(f"--seconds {seconds} must give some of {known} seconds above 0")
     took = seconds or took
     share = {error: mean(line[f"prune/share_{error}"] for line in steps) for error in ERRORS} | {0.0: 1.0}
     by_tokens = sum(took.get(phase, 0.0) for phase in BY_TOKENS)
@@ -77,6 +83,6 @@ def advice(lines: list[dict], seconds: dict[str, float]) -> list[str]:
         rows.append([f"{error:g}", f"{share[error]:.2f}", f"{spent:.3g}",
                      "{:.2f} to {:.2f}".format(*gains[error])])
     best = max(gains, key=gains.get)
-    drawn = f"'prune.completions={{kind: pps, keep: null, error: {best}, by_cost: true}}'"
+    drawn = f"'prune.completions={{kind: pps, size: surprise, keep: null, error: {best}, by_cost: true}}'"
     pays = f"pays, as predicted: --set {drawn} --set loss.denominator=all"
     return ["", *align(rows), pays if best else "pruning does not pay here"]

@@ -239,13 +239,14 @@ def test_the_advice_by_hand():
         ["0", "1.00", "3.5", "1.00", "to", "1.00"], ["0.05", "0.80", "3.1", "1.08", "to", "1.10"],
         ["0.1", "0.60", "2.7", "1.18", "to", "1.24"], ["0.3", "0.50", "2.5", "1.08", "to", "1.23"]]
     advised = shlex.split(said.partition("--set ")[2])
-    assert advised[0] == "prune.completions={kind: pps, keep: null, error: 0.1, by_cost: true}"
+    assert advised[0] == "prune.completions={kind: pps, size: surprise, keep: null, error: 0.1, by_cost: true}"
     for name in ("cppo_toy", "pps_gsm8k", "ragen_toy"):
         assert advice.may_draw(config.with_value(config.load(f"{name}.yaml"), "rollout.sleep", "always"))  # as chosen
         assert config.load(f"{name}.yaml", advised[::2]).prune.completions.error == 0.1
-    assert not advice.may_draw(config.load("madpo_toy.yaml"))  # learns from pairs
+    for name in ("madpo_toy", "dppo_listed_toy"):  # learns from pairs; a step is filled up
+        assert not advice.may_draw(config.load(f"{name}.yaml"))
     assert advice.advice(lines, {"rollout": 9.0, "update": 0.01})[-1] == "pruning does not pay here"
     assert advice.advice(lines[1:], {}) == []
     refuses("--seconds: no step of the run has logged prune/share", advice.advice, lines[1:], {"update": 1.0})
-    for wrong in ({"updates": 1.0}, {"update": 0.0}, {"update": math.nan}):
-        refuses(r"--seconds .* must give some of step, update, rollout seconds above 0", advice.advice, lines, wrong)
+    for wrong in ({"updates": 1.0}, {"step": 9.0}, {"update": 0.0}, {"update": math.nan}):
+        refuses(r"--seconds .* must give some of rollout, update seconds above 0", advice.advice, lines, wrong)
