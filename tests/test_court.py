@@ -29,6 +29,7 @@ import update
 from advantage import ESTIMATORS, leave_one_out
 from collect import Selection, choose
 from history import PromptHistory
+from infra.checkpoint import require_same_inputs
 from loss import token_weight
 from prune import COMPLETIONS, PROMPTS
 from records import Group, LogProbs, Prompt, PromptDraw, Rewards, Rolled, Sample, lengths
@@ -314,6 +315,9 @@ def test_every_method_trains_through_the_script(method, plugged, command, tmp_pa
         assert second["rollout/pending"] > 0 and second["prune/offered"] == 16
         assert second["prune/kept"] == 16 - second["rollout/pending"]
         assert second["mismatch/logp_abs_max"] < 1e-9  # of both pieces
+    began = leaves.through("inputs", config.load("grpo_toy.yaml"), {})
+    with pytest.raises(config.ConfigError, match="was trained with .* at a method's file, and here it is nothing"):
+        require_same_inputs(tmp_path, began, {})  # as train.py finds it
     if method == "allocation":
         assert first["rollout/prompts"] == 16
         assert 1 < second["prune/weight_max"] < 8
@@ -457,6 +461,9 @@ def test_a_method_that_would_not_be_tried_is_an_error(plugged, refused, tmp_path
     assert "advantage.kind=group_norm is not of" in why and '--set "advantage={kind: deviation}"' in why
     for name, text, says in [("none", "ADVANTAGE = {}", "defines none of ADVANTAGES, COMPLETIONS, PROMPTS, TRUST"),
                              ("taken", MINE.replace("deviation", "centred"), "advantage.kind=centred is there already"),
+                             ("empty", "ADVANTAGES = {}", "empty.py defines none of"),
+                             ("text", "ADVANTAGES = {'mine': len}", "method's table has dataclasses for keys, not 'm"),
+                             ("broken", "import nowhere", "broken.py raised ModuleNotFoundError: No module"),
                              ("unnamed", MINE.replace('@kind("deviation")', ""), "Deviation has no name")]:
         (tmp_path / f"{name}.py").write_text(text)
         assert says in refused(court, "--method", str(tmp_path / f"{name}.py"))

@@ -199,8 +199,8 @@ def test_a_run_that_finds_other_inputs_does_not_go_on(first_step):
     """Rows in another order, or a tokenizer's file with one word more."""
     for name, setting in (
             ("train.jsonl", r"12 prompts of sha256 \w{16} at data.train, and here it is 12 prompts"),
-            ("test.jsonl", r"12 prompts of sha256 \w{16} at data.eval .test., where"),
-            ("model/tokenizer_config.json", "json and jinja files .* at model.path, where")):
+            ("test.jsonl", r"12 prompts of sha256 \w{16} at data.eval .test., and here"),
+            ("model/tokenizer_config.json", "json and jinja files .* at model.path, and here")):
         path = first_step / name
         before = path.read_text()
         reordered = "".join(reversed(before.splitlines(keepends=True)))

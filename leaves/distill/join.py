@@ -140,7 +140,7 @@ class Teacher:
         self.sums.clear()
         if not total:
             return {}
-        groups = [group for group in rolled.groups if group.samples[0].offered]
+        groups = [group for group in rolled.groups if group.offered]
         offered = lengths(groups, rolled.adv_NG.shape[1]).sum().item()
         drawn = {"teacher/error": total["error"] / total["draws"]} if "draws" in total else {}
         return drawn | {"teacher/tokens": int(total["read"]), "teacher/share": total["scored"] / offered,

@@ -116,6 +116,9 @@ def test_over_both_draws_the_mean_is_the_full_gradient_and_neither_weight_may_be
 def test_a_teacher_of_other_tokens_is_refused_by_the_first_and_one_of_a_padded_vocabulary_is_not(tmp_path):
     student, other = data.Tokenizer(TOY), write_tiny(tmp_path / "other", vocab_size=512)
     distill.require_same_tokens(student, other)
+    cfg = toy_config(tmp_path / "run", f"model.path={other}", *SHORT, name="opd_toy.yaml")
+    with pytest.raises(ConfigError, match="has 477 embeddings and must have the student's 512, padding included"):
+        train.train(cfg)  # a student that may sample padding, which the teacher has not
     student.rust.add_tokens(["<think>"])
     with pytest.raises(ConfigError, match=r"token 477, '<think>', is none there; take a teacher of the student's"):
         distill.require_same_tokens(student, other)
@@ -133,6 +136,7 @@ def test_a_run_draws_twice_logs_what_its_teacher_read_goes_on_and_is_replayed(tm
     whole = trained_unchecked(cfg)
     for line in steps_of(folder):
         assert line["prune/kept"] == 2 * 6 and min(line["teacher/kl"], line["time/teacher"], line["prune/error"]) > 0
+        assert line["teacher/error"] > 0
         assert 0 < line["train/tokens"] < line["teacher/tokens"] and 0.05 < line["teacher/share"] < 0.5
     (folder / "checkpoints" / "latest").write_text("step_000001")
     again = weights(train.train(cfg, resume="always"))

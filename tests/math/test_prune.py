@@ -216,6 +216,8 @@ def test_prompts_below_the_mean_of_those_seen_are_rare_and_new_ones_certain():
                                (recall([0.0, 0.0], mean=0.0), [1, 1]),  # of equal sizes none is below
                                (recall([NAN], mean=NAN), [1])):         # the first step of all
         assert prune.bernoulli_prompts(recalled, 0.7).tolist() == pytest.approx(expected)
+    small, *_ = prune.bernoulli_prompts(recall([0.0, 0.5, 1.0]), None, 0.001)  # flat ones count as a tenth of the mean
+    assert small == pytest.approx(1 - 0.001 * 1.2525 / (0.001 * 1.2525 + 0.0025))
 
 
 def test_the_lowest_share_of_prompts_is_skipped_but_none_forever():
