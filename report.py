@@ -106,6 +106,7 @@ def make_report(args: argparse.Namespace) -> None:
     out = args.out or (runs[0] if len(runs) == 1 else Path("runs/report"))
     path = write_report(runs, out)
     for run in runs if len(runs) == 1 or args.seconds else ():
+        print(run)
         for line in advice(read_metrics(run / "metrics.jsonl"), args.seconds):
             print(line)
     print(f"{path}  ({path.stat().st_size / 1e6:.1f} MB; tables: {path.with_suffix('.md')})")

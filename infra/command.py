@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-PROGRAMS = ("train", "eval", "report", "replay", "chat")
+PROGRAMS = ("train", "eval", "report", "replay", "chat", "learner")
 
 
 def main() -> None:
