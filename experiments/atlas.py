@@ -513,7 +513,7 @@ def try_own(name: str, recipe: str | None, settings: list[str]) -> None:
         chosen = chosen._replace(behind="near" if field == "trust" else "on-policy")
         names = {"advantage": ADVANTAGES, "completions": PRUNERS, "trust": REGIONS | CONTROLS,
                  "prompts": {"all": None} | SKIPPING}[field]
-        mine = Row(Path(name).stem, chosen)
+        mine = Row(f"my {stem}" if (stem := Path(name).stem) in {*names} - {strangers.MINE} else stem, chosen)
         rows = [*(Row(key, chosen._replace(**{field: key})) for key in names if key != strangers.MINE), mine]
     told = counterexample(mine)  # first: the small worlds show whether a pruner draws
     choices = mine.chosen if isinstance(mine.chosen, str) else ", ".join(
@@ -527,6 +527,8 @@ if __name__ == "__main__":
     options.add_argument("--config", help="of --method: a yaml file, or the name of one in configs/")
     options.add_argument("--set", action="append", default=[], help="of --method: change one setting")
     args = options.parse_args()
+    if (args.config or args.set) and args.method in {None, *(row.name for row in TABLES["Methods of 2026"])}:
+        options.error("--config and --set are of a file given by --method")
     if args.method:
         sys.exit(exit_status(lambda: try_own(args.method, args.config, args.set), lambda: "nothing is kept"))
     for title, lines in tables().items():

@@ -182,6 +182,8 @@ def test_a_pruner_that_draws_is_exact_by_the_chances_that_it_states_and_these_ar
     assert "| mine | 1.00 | exact |" in said and f"Exact in all {len(atlas.WORLDS)} worlds tried" in said
     with pytest.raises(ConfigError, match="states chances of .* and keeps .* times in"):
         tried(RANDOM.replace("STATED", "chance_NG / 3").replace('"random"', '"bad"'), chosen.replace("random", "bad"))
+    with pytest.raises(ConfigError, match="kind=sly draws, and states chances of 0 and 1"):
+        tried(RANDOM.replace("STATED", "1.0 * (point < .5)").replace("random", "sly"), chosen.replace("random", "sly"))
     by_size = RANDOM.replace("STATED", "chance_NG * 0 + 1 / point.shape[1]").replace('"random"', '"worse"').replace(
         "point < chance_NG", "(r := point.log() / (1 + given.adv_NG.abs())) == r.amax(dim=1, keepdim=True)")
     with pytest.raises(ConfigError, match="keeps others than by the chances that it states, by"):
@@ -196,6 +198,7 @@ def test_a_pruner_that_draws_is_exact_by_the_chances_that_it_states_and_these_ar
     (ADVANTAGE.replace("RESULT", "rewards.total_NG.log()"), STRANGE, "strange returned nan or inf"),
     (ADVANTAGE.replace("RESULT", "rewards.best"), STRANGE, "strange raised AttributeError: 'Rewards' object has no"),
     (ADVANTAGE.replace("RESULT", "rewards.total_NG"), "", "is not of .*: give --set"),
+    (HEAD.format("odd", "object") + "TRUST = {Mine: lambda x, _: x.adv_C}", "loss: {trust: {kind: odd}}", "than their"),
 ])
 def test_a_file_that_is_no_method_is_refused_in_one_line(tried, text, setting, said):
     with pytest.raises(ConfigError, match=rf"\A(?=.*{said}).*\Z"):  # `.` is of one line
