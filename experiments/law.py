@@ -26,7 +26,7 @@ ARMS = {f"keep {count}": (PPS(f"keep: {count}, scope: batch"),) for count in (8,
     "cppo": ("prune.completions={kind: topk, keep: 2}", "loss.denominator=kept")}
 LONG = "long sums"
 HARD = ("grpo_hard.yaml", "eval.every=15")
-TESTBEDS = {LONG: (str(RESULTS.with_name("long_sums.yaml")), "eval.n=2"), "hard toy": HARD,
+TESTBEDS = {LONG: (str(RESULTS.with_name("long_sums.yaml")), "eval.n=1", "eval.every=6"), "hard toy": HARD,
             "4 epochs": (*HARD, "update.epochs=4")}
 # Rates that the validation split chose (court.py, compare.py); by an error GRPO's; with 4 epochs one for all.
 AT_SECONDS = {LONG: {WHOLE: "5e-5", "error 0.1": "5e-5", "keep 2": "5e-5", "cppo": "1e-4"},
