@@ -199,7 +199,8 @@ def prepare(cfg: Config, resume: Resume) -> Run:
         runfolder.require_same_settings(path, saved["config"], cfg)
         log.require_logs(saved["step"], saved.get("logs", {}))
         runfolder.require_same_files(folder, files)
-        checkpoint.require_same_inputs(path, saved["inputs"], inputs)
+        method = dict.fromkeys(saved["inputs"].keys() & {checkpoint.METHOD}, "nothing")
+        checkpoint.require_same_inputs(path, saved["inputs"], method | inputs)
     decided = resolve_auto(cfg, task.source, saved["config"])
     parts, bare_engine = assemble(decided, task, weights, saved["step"])
     learner, engine, history = parts.learner, parts.engine, parts.history

@@ -39,6 +39,7 @@ import loss  # noqa: E402
 import train  # noqa: E402
 import update  # noqa: E402
 from advantage import ESTIMATORS  # noqa: E402
+from infra.checkpoint import METHOD  # noqa: E402
 from infra.digests import hash_file  # noqa: E402
 from infra.terminal import new_parser  # noqa: E402
 from model import WITH_ENTROPY, Decoder  # noqa: E402
@@ -99,12 +100,11 @@ def plug_in(method: ModuleType) -> None:
 
 
 def with_method(method: ModuleType, through: Callable) -> Callable:
-    """Let a method replace the history and the sampler of a run after all leaves have; a run goes on with the
-    file that it began with."""
+    """Let a method replace history and sampler after all leaves have; a run goes on with its file alone."""
     def passed(hook: str, cfg: config.Config, thing: Any) -> Any:
         thing = through(hook, cfg, thing)
         if hook == "inputs":
-            return thing | {"a method's file": hash_file(Path(method.__file__))}
+            return thing | {METHOD: hash_file(Path(method.__file__))}
         if hook == "parts" and hasattr(method, "wrap"):
             history, sampler = method.wrap(cfg, thing.history, thing.sampler)
             thing = replace(thing, history=history, sampler=sampler)

@@ -349,6 +349,8 @@ def find_damage(step: Path, part: str = "") -> str:
 
 # ---- hashes, and the inputs of a run
 
+METHOD = "a method's file"  # an input of a run by a method of one file (docs/fork.md)
+
 
 def inputs_of(model: Path, prompts: list[Prompt], sets: dict[str, list[Prompt]]) -> dict[str, str]:
     """Describe, by setting, the files and prompts that the steps of a run depend on."""
@@ -382,12 +384,12 @@ def require_same_ranks(made_of: dict[str, object]) -> None:
 def require_same_inputs(step: Path, began: dict[str, str], here: dict[str, str]) -> None:
     """Raise ConfigError if a checkpoint was trained on other weights, data or tokenizers than these; name
     code and libraries that have changed."""
-    changed = [setting for setting in began | here if began.get(setting) != here.get(setting)]
+    changed = [setting for setting in here if began.get(setting) != here[setting]]
     renewed = [setting for setting in changed if setting.startswith(("code of ", "version of "))]
     if renewed and dist.is_first():
         to_stderr(f"{step} was made with another {SHORT.repr(renewed)}")
     for setting in changed:
         if setting not in renewed:
             raise ConfigError(f"{step} was trained with {began.get(setting, 'nothing')} at {setting}, and "
-                              f"here it is {here.get(setting, 'nothing')}; bring the former back, or begin "
+                              f"here it is {here[setting]}; bring the former back, or begin "
                               "another run with --set out=...")

@@ -214,7 +214,7 @@ def test_an_adapter_goes_on_on_its_own_base_and_from_its_own_first_one_alone(tin
     file, step = moved / "adapter_model.safetensors", run / "checkpoints" / "step_000002"
     first = load_file(file)
     save_file({name: 2 * t for name, t in first.items()}, file)
-    with pytest.raises(ConfigError, match=r"was trained with weights of sha256 \w* at model.lora.path, where"):
+    with pytest.raises(ConfigError, match=r"was trained with weights of sha256 \w* at model.lora.path, and here"):
         train.train(short(run, base, "steps=3", *settings), resume="always")
     weights_of(step).policy(step, base, torch.float32)
     save_file(first, file)
