@@ -21,8 +21,7 @@ QWEN = {
 }
 SHAPES = {  # width, width within the MLP, layers, heads, key heads, vocabulary
     "1M": (128, 384, 4, 4, 2, 477),                    # toy/model
-    "10M": (384, 1024, 6, 6, 2, 2048),
-    "50M": (512, 1536, 15, 8, 2, 8192),
+    "10M": (384, 1024, 6, 6, 2, 2048), "50M": (512, 1536, 15, 8, 2, 8192),
     "0.5B": (896, 4864, 24, 14, 2, 151_936),           # Qwen2.5-0.5B
     "1.5B": (1536, 8960, 28, 12, 2, 151_936),          # Qwen2.5-1.5B
     "3B": (2048, 11008, 36, 16, 2, 151_936),           # Qwen2.5-3B
@@ -36,8 +35,7 @@ SHAPES = {  # width, width within the MLP, layers, heads, key heads, vocabulary
 OF_FAMILY = {
     "4B": {"model_type": "qwen3", "head_dim": 128},
     "gemma": {"model_type": "gemma3_text", "head_dim": 256, "sliding_window": 1024},
-    "olmo": {"model_type": "olmo3"},
-    "glm": {"model_type": "glm4", "head_dim": 128},
+    "olmo": {"model_type": "olmo3"}, "glm": {"model_type": "glm4", "head_dim": 128},
 }
 UNTIED = ("7B", "32B", "olmo", "glm")
 # By a word of a GPU's name: FLOP/s in bfloat16, dense, and bytes/s of its memory, as its maker gives them.

@@ -353,8 +353,7 @@ DISTILLED = ("taught", "drawn")
 FORMS = ("token", "sequence", "sum")
 KEPT = {"denominator": "kept"}
 CASES = [
-    Row("leave_one_out"),
-    Row("group_norm: z-scores", Estimator("group_norm")),
+    Row("leave_one_out"), Row("group_norm: z-scores", Estimator("group_norm")),
     Row("topk: 2 of 4, over the kept", Estimator(completions="topk", **KEPT)),
     Row("refill by other prompts", Estimator(prompts="refill")),
     Row("refill by the same prompt", Estimator(prompts="same refill")),
@@ -378,20 +377,17 @@ TABLES = {
     ],
     "Trust regions": crossed([*each("trust", (*REGIONS, *CONTROLS)), GSPO], "behind", ("near", "far")),
     "Baselines": [
-        *each("advantage", ("reward", "soft_value", "leave_one_out", "shrinkage")),
-        *of_literature("all"),
+        *each("advantage", ("reward", "soft_value", "leave_one_out", "shrinkage")), *of_literature("all"),
     ],
     "Aborted rollouts": [Row("none aborted"), *of_literature("aborted", "threshold", "balance")],
     "Distillation": of_literature(*DISTILLED),
     "Methods of 2026": [
-        *of_literature("recent"),
-        Row("Cost-Aware Learning", Estimator(completions="pps by cost")),
+        *of_literature("recent"), Row("Cost-Aware Learning", Estimator(completions="pps by cost")),
         *(Row(name, Estimator(trust=name, behind="near")) for name in ("CTPO", "CPPO of prefixes", "SAO")),
     ],
     "Two turns": of_literature("turns", problem="two turns"),
     "Allocation": [
-        Row("3 and 3"),
-        *of_literature("ragged"),
+        Row("3 and 3"), *of_literature("ragged"),
         Row("2 and 4, mean over all", Estimator(prompts="ragged")),
     ],
 }

@@ -114,8 +114,7 @@ ARMS = {
     "w-reinforce": Arm(method="signs"),
     "ipo": Arm((*FOUR_STEPS, "loss.trust={kind: total_variation, divergence: 0.3, sides: both, cap: 1e4}")),
     "ctpo": Arm(method="ctpo"), "sapo": Arm(method="sapo"),
-    "vcpo": Arm((*FOUR_STEPS, "update.rate_by_ess=true")),
-    "stages": Arm(STAGES),
+    "vcpo": Arm((*FOUR_STEPS, "update.rate_by_ess=true")), "stages": Arm(STAGES),
 }
 # Added when three seeds were there: is a difference one of rates? Anchors at those that were not their best.
 AFTERWARDS = ("1e-4", "2e-4")

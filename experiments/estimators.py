@@ -94,8 +94,7 @@ CONTROLS = {
     "CTPO": lambda logps: cumulative(logps, Cumulative()),  # of experiments/court
     "CPPO of prefixes": prefix_budget,
     "SAO": lambda logps: (r := log_ratio(logps).exp()) * ((r > 0.7) & (r < 6)),  # arXiv:2607.07508
-    "ratio of the completion": completion_ratio,
-    "ratio of the tokens so far": ratio_so_far,
+    "ratio of the completion": completion_ratio, "ratio of the tokens so far": ratio_so_far,
     "token ratio": lambda logps: log_ratio(logps).exp(),
     "token ratio, at most 2": lambda logps: engine_weight(
         logps.logp_C, logps.old_logp_C, logps.segment_C, cap=2.0, mask_ratio=None),  # as loss.tis_cap

@@ -65,9 +65,20 @@ def mean_error(records: list[Record]) -> float:
     return np.mean([line.get("prune/error", np.nan) for line in lines])
 
 
+def worths(pairs: list[tuple[Record, Record]]) -> list[str]:
+    """Write what steps and seconds are `worth`, with bootstrap intervals over seeds."""
+    cells, drawn = [], np.random.default_rng(0).integers(0, len(pairs), (1000, len(pairs)))
+    for cost in ("steps", "seconds"):
+        first, *others = [worth(*zip(*(pairs[i] for i in some), strict=True), cost)
+                          for some in (range(len(pairs)), *drawn)]
+        ends = np.percentile(others, (2.5, 97.5), method="nearest")
+        cells.append("{:.2f} [{:.2f}, {:.2f}]".format(first, *ends))
+    return cells
+
+
 def law_rows(kept: dict[str, Record]) -> list[list[str]]:
     """Tabulate each arm's error, and what its steps are worth in steps of keeping all at the same rate."""
-    rows, rng = [], np.random.default_rng(0)
+    rows = []
     of_place = {place: [kept.get(run_of(*place, seed).name) for seed in SEEDS] for place in THE_LAW}
     for (rate, name), records in of_place.items():
         whole = of_place[rate, WHOLE if rate in RATES else f"sgd, {WHOLE}"]
@@ -76,12 +87,8 @@ def law_rows(kept: dict[str, Record]) -> list[list[str]]:
             continue
         error = mean_error([one for one, _ in pairs])
         last = np.mean([curve(one).accuracy_E[-1] for one, _ in pairs])
-        rows.append([rate, name, *(f"{number:.3g}" for number in (
-            len(pairs), error, (1 + error) ** -0.5, 1 / (1 + error), last))])
-        for cost in ("steps", "seconds"):
-            seeds = [range(len(pairs)), *rng.integers(0, len(pairs), (1000, len(pairs)))]
-            first, *others = [worth(*zip(*(pairs[i] for i in some), strict=True), cost) for some in seeds]
-            rows[-1].append("{:.2f} [{:.2f}, {:.2f}]".format(first, *np.percentile(others, (2.5, 97.5))))
+        figures = len(pairs), error, (1 + error) ** -0.5, 1 / (1 + error), last
+        rows.append([rate, name, *(f"{number:.3g}" for number in figures), *worths(pairs)])
     return rows
 
 
@@ -94,8 +101,9 @@ def seconds_rows(kept: dict[str, Record]) -> list[list[str]]:
         of_arm = {name: {seed: kept[run] for seed, run in by_seed.items() if run in kept}
                   for name, by_seed in names.items()}
         rows += [[testbed, name, arms[name], str(len(by_seed)), f"{mean_error([*by_seed.values()]):.2f}",
-                  str(area_gap(by_seed, of_arm[WHOLE], "seconds", len(arms) - 1))]
-                 for name, by_seed in of_arm.items() if len(by_seed.keys() & of_arm[WHOLE].keys()) > 1]
+                  str(area_gap(by_seed, of_arm[WHOLE], "seconds", len(arms) - 1)),
+                  *worths([(record, of_arm[WHOLE][seed]) for seed, record in by_seed.items()])]
+                 for name, by_seed in of_arm.items() if len(by_seed) > 1]  # keep 8 ran first
     return rows
 
 
@@ -105,8 +113,8 @@ def experiment() -> None:
     kept = read(RESULTS)
     law = "rate, arm, runs, e, (1 + e)^-1/2, (1 + e)^-1, last %, worth in steps, in seconds".split(", ")
     print(*table(law, law_rows(kept)), "", sep="\n")
-    print(*table(["testbed", "arm", "rate", "runs", "e", "area over seconds less keep 8's; evaluations"],
-                 seconds_rows(kept)), sep="\n")
+    equal = "testbed, arm, rate, runs, e, area over seconds, worth in steps, in seconds".split(", ")
+    print(*table(equal, seconds_rows(kept)), sep="\n")
 
 
 if __name__ == "__main__":
