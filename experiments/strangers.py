@@ -38,8 +38,6 @@ def checked(function: Callable, name: str, given: Any, settings: Any) -> Any:
     pruned = isinstance(result, Pruned)
     if isinstance(given, Candidates) and not (pruned and result.keep_NG.dtype == torch.bool):
         raise ConfigError(f"{name} must return a records.Pruned whose keep_NG is bool")
-    if field == "logp_C" and not result.equal(function(replace(given, adv_C=2 * given.adv_C), settings)):
-        raise ConfigError(f"{name}: the atlas has no region that reads more of advantages than their sign")
     for part in (result.keep_NG, result.weight_NG, result.prob_NG) if pruned else (result,):
         got = [*part.shape] if isinstance(part, Tensor) else type(part).__name__
         if got != [*like.shape]:
@@ -48,6 +46,8 @@ def checked(function: Callable, name: str, given: Any, settings: Any) -> Any:
             raise ConfigError(f"{name} returned nan or inf: {part.tolist()}")
         if isinstance(given, Memory) and ((part < 0) | (part > 1)).any():
             raise ConfigError(f"{name} returned {part.tolist()}, and must return probabilities")
+    if field == "logp_C" and not result.equal(function(replace(given, adv_C=2 * given.adv_C), settings)):
+        raise ConfigError(f"{name}: the atlas has no region that reads more of advantages than their sign")
     return result
 
 

@@ -70,14 +70,14 @@ def load(path: Path) -> ModuleType:
     name = "method_" + re.sub(r"\W", "_", str(path.resolve()))
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
         sys.path.append(str(path.resolve().parent))
         try:
             spec.loader.exec_module(module)
         except Exception as error:
+            del sys.modules[name]
             said = f"{path} raised {type(error).__name__}: {error}".partition("\n")[0]
             raise config.ConfigError(said) from error
-        sys.modules[name] = module
     return sys.modules[name]
 
 
