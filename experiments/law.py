@@ -34,7 +34,7 @@ AT_SECONDS = {LONG: {WHOLE: "5e-5", "error 0.1": "5e-5", "keep 2": "5e-5", "cppo
               "4 epochs": dict.fromkeys((WHOLE, "error 0.1", "keep 2", "cppo"), "5e-5")}
 THE_LAW = [(rate, name) for rate, name in product(RATES, [*ARMS][:7])
            if rate == RATES[0] or name.startswith("keep")]
-THE_LAW += [("0.3", name) for name in ARMS if name.startswith("sgd")]
+THE_LAW += [("0.1", name) for name in ARMS if name.startswith("sgd")]
 
 
 def run_of(rate: str, name: str, seed: int, testbed: str = LONG) -> Run:
