@@ -19,7 +19,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
@@ -83,28 +82,6 @@ PARTS = {
                                    by_shape=False, needs="vllm", ranks=2, may_end=True),
 }
 REASONS = ("skipped", "failed")
-
-
-# ---- libraries of the verifier, which a GPU machine may lack
-
-def refuse(*asked: object, limits: object) -> Future:
-    """Stand in for a worker: what only algebra could compare counts as unparsed, and so as wrong."""
-    refused: Future = Future()
-    refused.set_exception(ImportError("math-verify is not installed"))
-    return refused
-
-
-def stand_in() -> list[str]:
-    """Stand in for libraries that are not installed, so that all runs but what calls them; returns their
-    names."""
-    missing = [name for name in ("math_verify",) if importlib.util.find_spec(name) is None]
-    if missing:
-        from infra import runfolder  # a run asks each of its libraries for its version
-        from verify import grade
-
-        grade.call = refuse
-        runfolder.LIBRARIES = [name for name in runfolder.LIBRARIES if name.replace("-", "_") not in missing]
-    return missing
 
 
 # ---- the parts as processes
@@ -206,10 +183,9 @@ def main() -> int:
     args = options.parse_args()
     if args.part is None:
         return bench(args)
-    missing = stand_in()
     import gpu_parts
 
-    gpu_parts.run(args.part, args.shapes, args.out, missing)
+    gpu_parts.run(args.part, args.shapes, args.out)
     return 0
 
 

@@ -48,8 +48,6 @@ from update import make_minibatch, update
 
 HALF, GIB, G = torch.bfloat16, 2**30, 16
 TOLERANCE = 0.02  # relative, of a kernel's results and of a gradient's norm
-WHEELS = ("what only algebra can compare counts as wrong; pip install math-verify, or the wheels of it, "
-          "latex2sympy2_extended and antlr4-python3-runtime, all pure Python")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,6 @@ class Bench:
     out: Path            # of results
     device: torch.device
     folder: Path         # a model of this shape without weights, with the toy's tokenizer
-    missing: list[str]   # libraries
 
     @property
     def engine(self) -> str:
@@ -146,7 +143,7 @@ class Bench:
         return {"MFU": work / seconds / known[0] if known else None, "TFLOP/s": work / seconds / 1e12}
 
 
-def run(part: str, shape: str, out: Path, missing: list[str]) -> None:
+def run(part: str, shape: str, out: Path) -> None:
     """Do one part."""
     device = dist.init(hardware.find_device("auto"))
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
@@ -157,7 +154,7 @@ def run(part: str, shape: str, out: Path, missing: list[str]) -> None:
             for module in ("policy", "leaves.lora.join"):  # all else is as in training
                 stack.enter_context(patch(f"{module}.load_weights", draw_weights))
         try:
-            FUNCTIONS[part.removeprefix("vllm_")](Bench(part, shape, out, device, folder, missing))
+            FUNCTIONS[part.removeprefix("vllm_")](Bench(part, shape, out, device, folder))
         finally:
             dist.close()
 
@@ -228,8 +225,6 @@ def machine(bench: Bench) -> None:
     commit = said("git", "log", "-1", "--abbrev=7", "--format=%h of %cs") or "unknown"
     bench.add("", device=bench.name, cuda=bench.cuda, gpus=torch.cuda.device_count(),
               details=", ".join(details), commit=commit)
-    if bench.missing:
-        bench.add("", skipped=f"no {' and no '.join(bench.missing)}, so {WHEELS}")
 
 
 def said(*command: str) -> str:

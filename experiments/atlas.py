@@ -26,7 +26,17 @@ import enumeration as world
 import strangers
 import torch
 from enumeration import MAX_LEN, SKIPPING, Problem, Steps, all_steps, lengths_of, make_problem, reward_of
-from estimators import ADVANTAGES, CONTROLS, PRUNERS, REGIONS, Estimator, all_draws, compare, gradients
+from estimators import (
+    ADVANTAGES,
+    CONTROLS,
+    PRUNERS,
+    REGIONS,
+    WEIGHING,
+    Estimator,
+    all_draws,
+    compare,
+    gradients,
+)
 from kept_runs import exit_status, parser, table
 from torch import Tensor
 
@@ -285,7 +295,7 @@ PROBLEMS = {
     "one prompt, 0/1": {"prompts": (1,), "size": 4},
     "one prompt, graded, equal lengths": {"lengths": "equal", "prompts": (0,), "size": 4},
     "two prompts, 0/1, equal lengths": {"lengths": "equal", "graded": False, "size": 4},
-    "two turns": {"lengths": "turns", "size": 2},
+    "two turns": {"lengths": "turns", "size": 2}, "two prompts, 0/1": {"graded": False},
 }
 
 
@@ -466,13 +476,14 @@ def vector(x_P: Tensor) -> str:
 
 def counterexample(row: Row) -> list[str]:
     """Tell the smallest world in which the mean points off the true gradient, with all sums."""
-    for name in WORLDS:
+    worlds = [name for name in WORLDS if "0/1" in name or row.problem == "main"]
+    for name in worlds:
         placed = row._replace(problem=name)
         figures = measure(placed)
         if not (figures["bias"] < TINY and figures["scale"] > 0):
             told = "The mean is {scale:.4f} times the true gradient, and {bias:.4f} of that off."
             return [f"Biased in a world of {name}:", "", *by_hand(placed), "", told.format(**figures)]
-    return [f"Exact in all {len(WORLDS)} worlds tried, from one token to {name}."]
+    return [f"Exact in all {len(worlds)} worlds tried, from one token to {name}."]
 
 
 def by_hand(row: Row) -> list[str]:
@@ -508,9 +519,15 @@ def try_own(name: str, recipe: str | None, settings: list[str]) -> None:
         chosen, field = strangers.take(name, recipe, settings)
         chosen = chosen._replace(behind="near" if field == "trust" else "on-policy")
         names = {"advantage": ADVANTAGES, "completions": PRUNERS, "trust": REGIONS | CONTROLS,
-                 "prompts": {"all": None} | SKIPPING}[field]
-        mine = Row(f"my {stem}" if (stem := Path(name).stem) in {*names} - {strangers.MINE} else stem, chosen)
-        rows = [*(Row(key, chosen._replace(**{field: key})) for key in names if key != strangers.MINE), mine]
+                 "prompts": {"all": None} | SKIPPING, "weigh": WEIGHING}[field]
+        rows, stem = [], Path(name).stem
+        # A row has no completion of advantage 0, which a `weigh` may miss where rewards are graded.
+        problem = "two prompts, 0/1" if field == "weigh" else "main"
+        if field == "weigh":
+            rows = of_literature("all", problem=problem)
+        mine = Row(f"my {stem}" if stem in {*names} - {strangers.MINE} else stem, chosen, problem=problem)
+        rows += [*(mine._replace(name=key, chosen=chosen._replace(**{field: key}))
+                   for key in names if key != strangers.MINE), mine]
     told = counterexample(mine)  # first: the small worlds show whether a pruner draws
     choices = mine.chosen if isinstance(mine.chosen, str) else ", ".join(
         f"{field}: {value}" for field, value in mine.chosen._asdict().items())

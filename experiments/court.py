@@ -34,8 +34,6 @@ from kept_runs import (
     Run,
     area_gap,
     curve,
-    difference,
-    evaluations_to,
     experiment_status,
     judge,
     keep,
@@ -43,7 +41,6 @@ from kept_runs import (
     parser,
     print_json,
     read,
-    seconds_to,
     table,
 )
 from tqdm import tqdm
@@ -60,7 +57,6 @@ GRID = ("5e-5", "1e-4", "2e-4")
 NEXT = {"5e-5": "2.5e-5", "2e-4": "4e-4"}  # a best rate at an end of the grid has this neighbour tried too
 ON_VALIDATION = ("eval.n=1",)
 VALIDATION = "experiments/long_sums/validation.jsonl"
-FASTER = 0.75  # "seconds to an accuracy": so far from the anchor's start to its last evaluation
 # Kept arms have one value of these settings, so a method is compared with them at the same. The kept runs are
 # evaluated every 20 steps and at those of AGAIN.
 SHARED = re.compile(r"model\.path|data\..*|rollout\.max_new_tokens|eval\.(?!every$).*|optim\.lr|seed")
@@ -254,41 +250,10 @@ def rate_rows(arms: Arms) -> list[list[str]]:
     return rows
 
 
-def speed(arms: Arms, name: str, level: float) -> str:
-    """Tell how much sooner than the anchor an arm comes to an accuracy, in CPU seconds, by seed."""
-    seeds = sorted(arms[name].keys() & arms[ANCHOR].keys())
-    gaps, missed = [], 0
-    for seed in seeds:
-        curves = [curve(arms[arm][seed]) for arm in (ANCHOR, name)]
-        count = min(evaluations_to(level, run) for run in curves)
-        if count < LEAST_EVALUATIONS:
-            return f"-, {count}"
-        those, these = (seconds_to(level, run.spent["seconds"], run.accuracy_E) for run in curves)
-        if math.isfinite(these) and math.isfinite(those):
-            gaps.append(math.log(those / these))
-        else:
-            missed += 1
-    if missed or len(gaps) < 2:
-        return f"not reached in {missed} of {len(seeds)}" if missed else ""
-    ratio = difference(gaps, [0.0] * len(gaps), 1)
-    return f"{math.exp(ratio.mean):.2f} [{math.exp(ratio.low):.2f}, {math.exp(ratio.high):.2f}]"
-
-
-def speed_level(arms: Arms) -> float:
-    """Compute the accuracy to which times are compared."""
-    curves = [curve(record) for record in arms[ANCHOR].values()]
-    start, last = (mean(float(run.accuracy_E[i]) for run in curves) for i in (0, -1))
-    return start + FASTER * (last - start)
-
-
 def arm_table(arms: Arms, rates: dict[str, str], costs: Iterable[str]) -> list[str]:
-    """Tabulate each arm: its rate, its optimizer steps on a rollout, its last accuracy, what it spent, its
-    speed."""
+    """Tabulate each arm: its rate, its optimizer steps on a rollout, its last accuracy, and what it spent."""
     spent, rows = [cost for cost in costs if cost != "steps"], []
     head = ["arm", "rate", "updates a rollout", "runs", "last, %", *spent]
-    if "seconds" in costs:
-        level = speed_level(arms)
-        head.append(f"times as fast to {level:.1f}%")
     for name, by_seed in arms.items():
         curves = [curve(record) for record in by_seed.values()]
         last = mean(float(run.accuracy_E[-1]) for run in curves)
@@ -296,8 +261,6 @@ def arm_table(arms: Arms, rates: dict[str, str], costs: Iterable[str]) -> list[s
         updates = settings["update.epochs"] * settings["update.minibatches"]
         cells = [name, rates[name], str(updates), str(len(curves)), f"{last:.1f}"]
         cells += [f"{mean(float(run.spent[cost][-1]) for run in curves):,.0f}" for cost in spent]
-        if "seconds" in costs:
-            cells.append("" if name == ANCHOR else speed(arms, name, level))
         rows.append(cells)
     return table(head, rows)
 

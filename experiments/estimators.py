@@ -23,6 +23,7 @@ from config import ConfigError
 from leaves.soft_value.join import soft_value
 from leaves.soft_value.settings import SoftValue
 from loss import TRUST, engine_weight, segment_sum, token_weight
+from pack import Minibatch, Plan, build_row
 from records import Group, LogProbs, Prompt, Pruned, Rewards, Sample
 from settings import kinds
 
@@ -37,6 +38,7 @@ class Estimator(NamedTuple):
     completions: str = "none"
     prompts: str = "all"   # a rule of all_steps
     behind: str = "on-policy"
+    weigh: str = "none"
 
 
 ADVANTAGES = {
@@ -62,6 +64,7 @@ REGIONS = {
     "total_variation, both sides": kinds.TotalVariation(divergence=0.3, sides="both", cap=1e4),
     "binary_kl": kinds.BinaryKl(divergence=0.05),
 }
+WEIGHING: dict[str, Any] = {"none": None}  # a stranger's function, given rows, log-probs and entropies
 
 
 # ---- what the trust regions are compared with: f, as loss.TRUST returns it
@@ -152,6 +155,11 @@ def group_of(problem: Problem, behind: str, q: int, id_G: tuple[int, ...]) -> Gr
     return Group(Prompt(f"prompt {q}", (0,), ""), tuple(samples))
 
 
+def groups_of(problem: Problem, steps: Steps, behind: str, s: int) -> list[Group]:
+    members = zip(steps.prompt_SN[s].tolist(), steps.id_SNG[s].tolist(), strict=True)
+    return [group_of(problem, behind, q, tuple(id_G)) for q, id_G in members]
+
+
 def combs(size_M: Tensor, order_M: Tensor, count: float) -> list[tuple[float, Tensor, Tensor]]:
     """Go through the starts of systematic sampling: chance of an outcome, probabilities, and the kept."""
     prob_M = prune.inclusion(size_M, count)
@@ -231,8 +239,7 @@ def draw_kinds(problem: Problem, steps: Steps, adv_SNG: Tensor, chosen: Estimato
     first_U, kind_S = distinct(*keys)
     draws = []
     for s in first_U:
-        members = zip(steps.prompt_SN[s].tolist(), steps.id_SNG[s].tolist(), strict=True)
-        groups = [group_of(problem, chosen.behind, q, tuple(id_G)) for q, id_G in members]
+        groups = groups_of(problem, steps, chosen.behind, s)
         given = prune.Candidates(
             adv_SNG[s], groups, chosen.normalize, True, seed=2 * MOST * int(s), reward_NG=reward_SNG[s])
         draws.append(outcomes_of(given, settings))
@@ -277,7 +284,8 @@ def in_order(steps: Steps) -> Steps:
 def draw(problem: Problem, steps: Steps, chosen: Estimator) -> Drawn:
     """Compare and prune the completions of all steps, in all outcomes of the draw."""
     settings = PRUNERS[chosen.completions]
-    if settings.kind in DRAWN and chosen.advantage != MINE:  # permuted groups have one gradient: are one step
+    own = MINE in (chosen.advantage, chosen.weigh)
+    if settings.kind in DRAWN and not own:  # permuted groups have one gradient: are one step
         steps = in_order(steps)
     adv_SNG = compare(problem, steps, chosen.advantage)
     draws, kind_S = draw_kinds(problem, steps, adv_SNG, chosen)
@@ -316,8 +324,8 @@ def draw_all(problem: Problem, chosen: Estimator) -> Drawn:
 # ---- gradients
 
 @cache
-def pulls(problem: Problem, trust: str, behind: str) -> Tensor:
-    """Compute sum_t f_t grad logp_t of each completion, [Q, K, 3, P], for an advantage below, at and above 0.
+def token_pulls(problem: Problem, trust: str, behind: str) -> Tensor:
+    """Compute f grad logp of each token, [Q, K, 3, L, P], for an advantage below, at and above 0.
 
     A trust region reads no more of the advantage than its sign.
     """
@@ -332,23 +340,56 @@ def pulls(problem: Problem, trust: str, behind: str) -> Tensor:
         f_C = (CONTROLS[trust](logps) if trust in CONTROLS
                else TRUST[REGIONS[trust].kind](logps, REGIONS[trust]))
         f_QKL = torch.zeros_like(problem.logp_QKL).masked_scatter(there_QKL, f_C)
-        by_sign.append(torch.einsum("qkl,qklp->qkp", f_QKL, problem.score_QKLP))
+        by_sign.append(f_QKL[..., None] * problem.score_QKLP)
     return torch.stack(by_sign, dim=2)
 
 
-def factors(problem: Problem, drawn: Drawn, chosen: Estimator) -> Tensor:
-    """Compute w A of every completion, [R, N, G], as loss.py has it."""
+@cache
+def pulls(problem: Problem, trust: str, behind: str) -> Tensor:
+    """Sum them over the tokens of each completion, [Q, K, 3, P]."""
+    return token_pulls(problem, trust, behind).sum(dim=3)
+
+
+def token_weights(problem: Problem, drawn: Drawn, chosen: Estimator) -> Tensor:
+    """Compute w of every completion, [R, N, G], as loss.py has it."""
     def weigh(len_NG: Tensor, keep_NG: Tensor, weight_NG: Tensor) -> Tensor:
         pruned = Pruned(keep_NG, weight_NG, weight_NG)
         return token_weight(len_NG, pruned, chosen.normalize, chosen.denominator, MAX_LEN, len(len_NG))
 
     len_RNG = lengths_of(problem, drawn.steps)
-    return drawn.adv_RNG * torch.vmap(weigh)(len_RNG, drawn.keep_RNG, drawn.weight_RNG)
+    return torch.vmap(weigh)(len_RNG, drawn.keep_RNG, drawn.weight_RNG)
+
+
+def token_factors(problem: Problem, drawn: Drawn, chosen: Estimator) -> Tensor:
+    """Compute what a stranger's `weigh` multiplies each token's term by, [R, N, G, L], in a row that
+    holds what a step trains on."""
+    weight_RNG = token_weights(problem, drawn, chosen)
+    first_U, kind_R = distinct(drawn.adv_RNG, weight_RNG, drawn.steps.prompt_SN, drawn.steps.id_SNG)
+    p_QKL = problem.logp_QKL.exp()
+    entropy_QKL = -(p_QKL * problem.logp_QKL + (1 - p_QKL) * (1 - p_QKL).log())  # of two tokens
+    logp_RNGL, entropy_RNGL = map(drawn.steps.look_up, (problem.logp_QKL, entropy_QKL))
+    trained_RNG = drawn.keep_RNG & (drawn.adv_RNG != 0)
+    there_RNGL = trained_RNG[..., None] & (logp_RNGL < 0)
+    factor_UNGL = torch.ones(len(first_U), *there_RNGL.shape[1:], dtype=torch.float64)
+    for factor_NGL, r in zip(factor_UNGL, first_U, strict=True):
+        if members := [(n, g) for n, g in trained_RNG[r].nonzero().tolist()]:
+            batch = Minibatch(groups_of(problem, drawn.steps, chosen.behind, r), trained_RNG[r],
+                              drawn.adv_RNG[r], weight_RNG[r], drawn.adv_RNG[r])
+            there_NGL = there_RNGL[r]
+            row, logp_C = build_row(batch, Plan(members)), logp_RNGL[r][there_NGL]
+            factor_NGL[there_NGL] = WEIGHING[chosen.weigh]((row, logp_C, entropy_RNGL[r][there_NGL]))
+    return factor_UNGL[kind_R]
 
 
 def gradients(problem: Problem, drawn: Drawn, chosen: Estimator) -> Tensor:
     """Compute the gradient of every step, [R, P]: the sum of w f A grad logp."""
-    pull_RNG3P = drawn.steps.look_up(pulls(problem, chosen.trust, chosen.behind))
+    term_RNG = drawn.adv_RNG * token_weights(problem, drawn, chosen)
     sign_RNG = drawn.adv_RNG.sign().long() + 1
-    pull_RNGP = pull_RNG3P.take_along_dim(sign_RNG[..., None, None], dim=3).squeeze(3)
-    return torch.einsum("rng,rngp->rp", factors(problem, drawn, chosen), pull_RNGP)
+    if chosen.weigh == "none":
+        pull_RNG3P = drawn.steps.look_up(pulls(problem, chosen.trust, chosen.behind))
+        pull_RNGP = pull_RNG3P.take_along_dim(sign_RNG[..., None, None], dim=3).squeeze(3)
+        return torch.einsum("rng,rngp->rp", term_RNG, pull_RNGP)
+    pull_RNG3LP = drawn.steps.look_up(token_pulls(problem, chosen.trust, chosen.behind))
+    pull_RNGLP = pull_RNG3LP.take_along_dim(sign_RNG[..., None, None, None], dim=3).squeeze(3)
+    factor_RNGL = token_factors(problem, drawn, chosen)
+    return torch.einsum("rng,rngl,rnglp->rp", term_RNG, factor_RNGL, pull_RNGLP)

@@ -10,7 +10,6 @@ Dimension key:  E evaluations of a run,  P runs in pairs.
 
 import json
 import lzma
-import math
 import os
 import platform
 import resource
@@ -385,20 +384,6 @@ def judge(of: Difference | None, bound: float = 0.0) -> str:
     if of is None:
         return "not measured"
     return "holds" if of.low > bound else "does not" if of.high < bound else "cannot tell"
-
-
-def seconds_to(level: float, second_E: np.ndarray, accuracy_E: np.ndarray) -> float:
-    """Read off when a curve of straight lines first comes to a level; infinity where it never does."""
-    above_E = np.flatnonzero(accuracy_E >= level)
-    if not len(above_E):
-        return math.inf
-    line = slice(max(0, above_E[0] - 1), above_E[0] + 1)  # that crosses it
-    return float(np.interp(level, accuracy_E[line], second_E[line]))
-
-
-def evaluations_to(level: float, of: Curve) -> int:
-    """Count a curve's evaluations, the one at the start apart, up to the first at a level; all if none is."""
-    return next((i for i, accuracy in enumerate(of.accuracy_E) if accuracy >= level), len(of.accuracy_E) - 1)
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:

@@ -4,27 +4,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
+from types import ModuleType
 from typing import Any
 
 import torch
 from enumeration import SKIPPING
-from estimators import ADVANTAGES, MINE, PRUNERS, REGIONS, Estimator
+from estimators import ADVANTAGES, MINE, PRUNERS, REGIONS, WEIGHING, Estimator
 from torch import Tensor
-from try_method import COURT, KINDS, check_chosen, find_method, load, name_of, plug_in
+from try_method import COURT, KINDS, check_chosen, find_method, load, name_of, plug_in_kinds
 
 import config
-from config import ConfigError
+from config import ConfigError, Loss
 from prune import Candidates, Memory
-from records import LogProbs, Pruned
+from records import LogProbs, Pruned, Row
 
 OURS = {"ADVANTAGES": ("advantage", ADVANTAGES), "COMPLETIONS": ("completions", PRUNERS),
         "PROMPTS": ("prompts", SKIPPING), "TRUST": ("trust", REGIONS)}
 RECIPE = str(COURT.parent / "long_sums.yaml")
-NOT_HERE = {
-    "wrap": "it replaces the sampler, and decides by hashes of seeds; rows have aborts, refills, allocations",
-    "OPTIMIZERS": "it has the gradient of one step, and no update",
-    "weigh": "it reads packed rows, and the atlas has none; rows have token baselines",
-}
 
 
 def checked(function: Callable, name: str, given: Any, settings: Any) -> Any:
@@ -34,7 +30,7 @@ def checked(function: Callable, name: str, given: Any, settings: Any) -> Any:
     except Exception as error:
         raise ConfigError(f"{name} raised {type(error).__name__}: {error}".partition("\n")[0]) from error
     field = {Candidates: "adv_NG", LogProbs: "logp_C", Memory: "size_K"}.get(type(given), "total_NG")
-    like = getattr(given, field)
+    like = given[1] if isinstance(given, tuple) else getattr(given, field)
     pruned = isinstance(result, Pruned)
     if isinstance(given, Candidates) and not (pruned and result.keep_NG.dtype == torch.bool):
         raise ConfigError(f"{name} must return a records.Pruned whose keep_NG is bool")
@@ -56,15 +52,17 @@ def take(name: str, recipe: str | None, settings: list[str]) -> tuple[Estimator,
     the court's recipe is as on the atlas's page. Raises ConfigError."""
     path = find_method(name)
     method = load(path)
-    for key, why in NOT_HERE.items():  # before it is plugged into the product
-        if hasattr(method, key):
-            raise ConfigError(f"{path.name}: the atlas cannot express {key}: {why}; court.py --method can")
-    plug_in(method)
+    if hasattr(method, "OPTIMIZERS"):
+        raise ConfigError(f"{path.name}: the atlas cannot express OPTIMIZERS: it has no update; court.py can")
+    plug_in_kinds(method)
     own = [key for key in OURS if hasattr(method, key)]
     beside = path.with_suffix(".yaml")
     theirs = config.load(RECIPE)
     cfg = config.load(recipe or (str(beside) if beside.is_file() else RECIPE), settings)
     check_chosen(method, cfg)
+    if wraps(method, cfg):
+        raise ConfigError(f"{path.name}: the atlas cannot express wrap: it replaces the sampler, and decides "
+                          "by hashes of seeds; rows have aborts, refills, allocations; court.py --method can")
     if cfg.prune.prompts.refills:
         raise ConfigError(f"the atlas cannot express prune.prompts.kind={cfg.prune.prompts.kind}: it has no "
                           "prompts to draw in place of those skipped; rows have refills")
@@ -78,8 +76,29 @@ def take(name: str, recipe: str | None, settings: list[str]) -> tuple[Estimator,
         if section != attrgetter(KINDS[key][1])(theirs):
             known[MINE] = section
             choices[field] = MINE
+    if hasattr(method, "weigh"):
+        choices["weigh"] = MINE
+        WEIGHING[MINE] = partial(
+            checked, partial(weigh_row, method), f"{path.name}: weigh", settings=cfg.loss)
     for key in own:
         table = KINDS[key][2]
         for kind, function in getattr(method, key).items():
             table[name_of(kind)] = partial(checked, function, f"{path.name}: {name_of(kind)}")
-    return Estimator(**choices), next(OURS[key][0] for key in own if OURS[key][0] in choices)
+    return Estimator(**choices), next((OURS[key][0] for key in own if OURS[key][0] in choices), "weigh")
+
+
+def weigh_row(method: ModuleType, given: tuple[Row, Tensor, Tensor], settings: Loss) -> Tensor:
+    """Weigh the tokens of one row, given its log-probs and entropies, [C]."""
+    row, logp_C, entropy_C = given
+    entropy = entropy_C if getattr(method, "ENTROPY", False) else None
+    factor_C, = method.weigh([row], [logp_C], [entropy], settings)
+    return factor_C
+
+
+def wraps(method: ModuleType, cfg: config.Config) -> bool:
+    """Tell whether a method replaces the history or the sampler; a `wrap` may check the config alone."""
+    parts = object(), object()
+    try:
+        return hasattr(method, "wrap") and method.wrap(cfg, *parts) != parts
+    except AttributeError:  # it has looked into one of them
+        return True

@@ -81,9 +81,8 @@ def load(path: Path) -> ModuleType:
     return sys.modules[name]
 
 
-def plug_in(method: ModuleType) -> None:
-    """Add a method's kinds to the config and to the tables of functions, let it wrap the sampler, and count
-    its file among the inputs of a run. Raises ConfigError."""
+def plug_in_kinds(method: ModuleType) -> None:
+    """Add a method's kinds to the config and to the tables of functions. Raises ConfigError."""
     if not any(getattr(method, name, None) for name in (*KINDS, "weigh", "wrap")):
         raise config.ConfigError(f"{method.__file__} defines none of {', '.join(KINDS)}, weigh, wrap: "
                                  "docs/fork.md has a whole file")
@@ -91,6 +90,11 @@ def plug_in(method: ModuleType) -> None:
         add_kinds(section, setting, getattr(method, name, {}), table)
     loader.hints.cache_clear()
     loader.extended.cache_clear()
+
+
+def plug_in(method: ModuleType) -> None:
+    """Add all that a method brings, and count its file among the inputs of a run. Raises ConfigError."""
+    plug_in_kinds(method)
     if hasattr(method, "weigh"):
         update.weigh = method.weigh
         loss.has_token_weights = learner.has_token_weights = lambda settings: True

@@ -371,10 +371,6 @@ def test_a_claim_is_judged_by_its_interval_and_its_bound(every_method, tmp_path,
     assert verdicts["nsr less psr"] == "does not" and verdicts["otb less leave-one-out"] == "not run"
     assert "| cppo | 1e-4 | 1 | 3 |" in out and f"{5 * 6} runs, 0.3 CPU hours" in out
     arms, _ = court.kept(results, court.ARMS)
-    level = court.speed_level(arms)
-    ratio = float(court.speed(arms, "pps", level).partition(" ")[0])
-    assert 40 + 0.7 * 20 < level < 41 + 0.8 * 22 and 1.5 < ratio < 2.5
-    assert court.speed(arms, "cppo", level) == "not reached in 3 of 3"
     for record in arms["cppo"].values():
         record.about["settings"]["steps"] = 4
     assert all(court.paired_gap(arms, name, "grpo", "steps", 1) is None for name in ("cppo", "otb"))

@@ -13,7 +13,7 @@ import torch
 from atlas import EXACT, LITERATURE, PROBLEMS, TABLES, Row, measure, problem_of
 from conftest import ROOT, others_slow
 from enumeration import SKIPPING, all_steps
-from estimators import ADVANTAGES, CONTROLS, DRAWN, PRUNERS, REGIONS
+from estimators import ADVANTAGES, CONTROLS, DRAWN, PRUNERS, REGIONS, WEIGHING, Estimator
 from try_method import KINDS, load
 
 from settings import loader
@@ -122,7 +122,7 @@ def tried(tmp_path, capsys):
         for section, _, table in KINDS.values():
             stack.enter_context(patch.dict(table))
             stack.enter_context(patch.dict(section.__annotations__))
-        for table in (ADVANTAGES, PRUNERS, REGIONS, SKIPPING):
+        for table in (ADVANTAGES, PRUNERS, REGIONS, SKIPPING, WEIGHING):
             stack.enter_context(patch.dict(table))
         yield run
     for cached in (measure, all_steps, estimators.draw_all, estimators.pulls, loader.hints, loader.extended):
@@ -190,10 +190,41 @@ def test_a_pruner_that_draws_is_exact_by_the_chances_that_it_states_and_these_ar
         tried(by_size, chosen.replace("random", "worse"))  # one of a group, as often as it says, but not which
 
 
+WEIGH = """
+from loss import engine_weight
+ENTROPY = True
+def weigh(rows, logp, entropy, loss):
+    return [FACTOR for row, logp_C, entropy_C in zip(rows, logp, entropy, strict=True)]
+"""
+
+
+def test_token_weights_are_those_of_a_trust_region_of_the_same_factors(tried):
+    ratio = "engine_weight(logp_C, row.sampled_logp_C, row.segment_C, 2.0, None)"
+    assert "| mine | 1.00 | exact |" in tried(WEIGH.replace("FACTOR", ratio))  # 1 where the policy is the same
+    for completions in ("bernoulli", "topk", "pods"):
+        mine, known = (measure(Row("", Estimator(behind="near", completions=completions, **way), "", "one prompt, 0/1"))
+                       for way in ({"weigh": "mine"}, {"trust": "token ratio, at most 2"}))
+        assert mine == pytest.approx(known, abs=1e-12) and mine["bias"] > 0.01
+
+
+@pytest.mark.slow
+def test_token_weights_get_entropies_and_a_wrap_may_check_the_config(tried):
+    said = tried(WEIGH.replace("FACTOR", "entropy_C / torch.tensor(2).log()").replace("from loss", "import torch #"))
+    assert "| none | 1.00 | exact |" in said and "| mine | 0." in said
+    assert "Exact in all 5 worlds tried" in said  # where every chance is 1/2
+    otb, compared = (ROOT / "experiments/court/otb.py").read_text(), "advantage: {kind: leave_one_out}"
+    assert "| mine | 1.00 | exact | 5.82 |" in tried(otb, compared)
+    said = tried(otb.replace("own: bool = False", "own: bool = True"), compared)
+    assert "| ae:1 e:-1 | 1/4 | (1/4, -1/12, 0) |" in said  # baselines of 1/2, and of 2/3 behind the end of e
+    with pytest.raises(ConfigError, match="otb needs advantage.kind=leave_one_out"):
+        tried(otb + "# as the recipe has it")
+
+
 @pytest.mark.parametrize(("text", "setting", "said"), [
     ("x =", "", "mine.py raised SyntaxError: invalid syntax"),
     ("def wrap(cfg, history, sampler): ...", "", "cannot express wrap: it replaces the sampler, .* hashes of seeds"),
-    ("def weigh(rows, logp, entropy, loss): ...", "", "cannot express weigh: it reads packed rows"),
+    ("def weigh(rows, logp, entropy, loss): return [entropy[0]]", "", "weigh returned NoneType, and must .* of "),
+    ("def weigh(rows, logp, entropy, loss): return logp * 2", "", "weigh raised ValueError: too many values"),
     (ADVANTAGE.replace("RESULT", "rewards.total_NG[0]"), STRANGE, r"strange returned \[2\], and must .* of \[1, 2\]"),
     (ADVANTAGE.replace("RESULT", "rewards.total_NG.log()"), STRANGE, "strange returned nan or inf"),
     (ADVANTAGE.replace("RESULT", "rewards.best"), STRANGE, "strange raised AttributeError: 'Rewards' object has no"),
