@@ -103,7 +103,7 @@ def open_config(target: str, names: list[str] | None, overrides: list[str]) -> C
         if not policies[-1].is_dir():
             raise ConfigError(f"{run} has neither an export nor a checkpoint yet (checkpoint.every)")
         names, target = names or run / "config.yaml", str(policies[-1])
-    return config.with_value(config.load(names or "eval/default.yaml", overrides), "model.path", target)
+    return config.load(names or "eval/default.yaml", [f"model.path={target}", *overrides])
 
 
 def talk(conversation: Conversation) -> None:

@@ -203,7 +203,7 @@ def weigh(rows: Sequence[Row], logp: Sequence[Tensor], entropy: Sequence[Tensor 
     Returns: a factor of each row's tokens, [C]. It multiplies a token's whole term, the KL included, under
     unchanged denominators. One mini-batch alone has no pass before the update, so rows come one at a time.
     """
-    return [engine_weight(logp_C.detach(), row.sampled_logp_C, row.segment_C, loss.tis_cap, loss.mask_ratio)
+    return [engine_weight(logp_C, row.sampled_logp_C, row.segment_C, loss.tis_cap, loss.mask_ratio)
             for row, logp_C in zip(rows, logp, strict=True)]
 
 

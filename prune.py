@@ -66,16 +66,14 @@ def keep_largest(adv_NG: Tensor, keep: int, scope: str) -> Pruned:
     if not 1 <= keep <= adv_NG.shape[1]:
         raise ValueError(f"prune.completions.keep={keep} must be in 1..{adv_NG.shape[1]} "
                          "(rollout.group_size); to train on all set prune.completions.kind=none")
-    if scope == "group":
-        return keep_first(adv_NG, torch.full((len(adv_NG), 1), keep))
-    pruned = keep_first(adv_NG.view(1, -1), torch.tensor([[keep * len(adv_NG)]]))
-    return Pruned(*(x.view_as(adv_NG) for x in (pruned.keep_NG, pruned.weight_NG, pruned.prob_NG)))
+    of_part = adv_NG if scope == "group" else adv_NG.view(1, -1)
+    return keep_marked(are_first(of_part, keep * len(adv_NG) // len(of_part)).view_as(adv_NG), adv_NG)
 
 
-def keep_first(adv_NG: Tensor, count_N1: Tensor) -> Pruned:
-    """Keep the first `count_N1` of each row by |advantage|, then by place; survivors keep weight 1."""
+def are_first(adv_NG: Tensor, count_N1: Tensor | int) -> Tensor:
+    """Mark the first `count_N1` of each row by |advantage|, then by place."""
     order_NG = adv_NG.abs().nan_to_num(nan=-1.0).argsort(dim=1, descending=True, stable=True)
-    return keep_marked(order_NG.argsort(dim=1) < count_N1, adv_NG)
+    return order_NG.argsort(dim=1) < count_N1
 
 
 def drop_bottom(adv_NG: Tensor, drop_prob: float) -> Pruned:
@@ -84,7 +82,8 @@ def drop_bottom(adv_NG: Tensor, drop_prob: float) -> Pruned:
     the choice is deterministic, so there are no probabilities for importance weights.
     """
     candidates_N1 = (~adv_NG.isnan()).sum(dim=1, keepdim=True)
-    return keep_first(adv_NG, candidates_N1 - (drop_prob * candidates_N1.double() + 1e-9).long())
+    count_N1 = candidates_N1 - (drop_prob * candidates_N1.double() + 1e-9).long()
+    return keep_marked(are_first(adv_NG, count_N1), adv_NG)
 
 
 def thin(prob_NG: Tensor, keep_NG: Tensor) -> Pruned:

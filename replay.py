@@ -236,10 +236,11 @@ def replay(folder: Path, step: int, changes: list[str], draws: int) -> None:
         say("\nthe policy does not learn in this step")
         return
     norm, before = again["train/grad_norm"], logged["train/grad_norm"]
-    how = "the same bit for bit"
-    if norm != before:
-        how = f"{abs(norm - before) / max(norm, before):.1e} of it apart"
+    apart = abs(norm - before) / max(norm, before)
+    how = f"{apart:.1e} of it apart" if apart else "the same bit for bit"
     say(f"\nnorm in the step's own update {norm!r}, logged {before!r}: {how}")
+    if apart > 0.01:  # more than rounding on other ranks
+        raise ConfigError("this is another step: the code, or a method's file, is not that of the run")
 
 
 def main() -> int:

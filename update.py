@@ -155,7 +155,7 @@ def add_gradient(learner: Learner, prepared: PreparedRow, unmoved: bool) -> tupl
     if prepared.old_logp_C is None and unmoved:
         prepared = replace(prepared, old_logp_C=logp_C.detach())
         if learner.weighs_tokens:
-            factor_C, = weigh([row], [logp_C], [entropy_C], learner.loss)
+            factor_C, = weigh([row], [logp_C.detach()], [entropy_C], learner.loss)
             prepared = replace(prepared, factor_C=factor_C)
     adv_C = prepared.adv_C
     for change in learner.in_pass:

@@ -41,7 +41,6 @@ class Part:
     needs: str = ""        # a package without which it is skipped
     ranks: int = 1         # each on a GPU of its own
     shapes: tuple[str, ...] = ()  # on a GPU, unless others are asked for
-    may_end: bool = False  # how it ends is its result, whatever that is
 
 
 SECONDS = 575  # of all parts together; what is left then is not reached
@@ -77,9 +76,6 @@ PARTS = {
                  "its table has the seconds of a step", "lower pack.capacity"),
     "rollout": Part("Tokens sampled by the embedded engine, and its sync after a sleep", 50,
                     "its table has the tokens a second", "lower rollout.slots"),
-    "vllm_custom_all_reduce": Part(f"{CHECK}, the same with vLLM's own all-reduce, which a run leaves out",
-                                   240, "how it ended is under its table; `well`: runs can take it", ALONE,
-                                   by_shape=False, needs="vllm", ranks=2, may_end=True),
 }
 REASONS = ("skipped", "failed")
 
@@ -99,8 +95,6 @@ def attempt(name: str, shape: str, out: Path, seconds: float, gpus: int | None =
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(part.ranks)]
     launcher = [sys.executable, *(torchrun if part.ranks > 1 else [])]
     reason = supervise([*launcher, __file__, "--part", name, "--shapes", shape, "--out", str(out)], seconds)
-    if part.may_end:
-        return {"way": "", "ended": reason or "well"}
     return {"failed": reason} if reason else {}
 
 

@@ -28,7 +28,6 @@ from step import seconds_of, take_step, weights_of
 from torch import Tensor
 
 import config
-import rollout_vllm
 import train
 from collect import Sampler
 from history import PromptHistory
@@ -299,18 +298,6 @@ def tests(bench: Bench) -> None:
     return bench.add("pytest -m gpu", passed=code == 0, **failure({f"it ended with {code}": code != 0}))
 
 
-def custom_all_reduce(bench: Bench) -> None:
-    """Try one engine over two ranks with vLLM's own all-reduce kernels, beside expandable segments."""
-    with_ours = rollout_vllm.engine_options
-
-    def options(*given: object) -> dict:
-        ours = ("disable_custom_all_reduce", "compilation_config")
-        return {name: value for name, value in with_ours(*given).items() if name not in ours}
-
-    with patch.object(rollout_vllm, "engine_options", options):
-        check(bench, "rollout.tensor_parallel=2")
-
-
 def updates(bench: Bench) -> None:
     """Time updates by what is kept, recomputed, compiled and trained, measure their memory, and compare their
     gradients."""
@@ -435,6 +422,6 @@ def sync_seconds(bench: Bench, engine: Engine, policy: Decoder) -> dict[str, lis
 
 
 FUNCTIONS = {part.__name__: part for part in (
-    machine, kernels, check, custom_all_reduce, updates, step, rollout, tests)}
+    machine, kernels, check, updates, step, rollout, tests)}
 # The same on two ranks: with an engine each, and with one together.
 FUNCTIONS |= {"ranks": check, "tensor_parallel": lambda bench: check(bench, "rollout.tensor_parallel=2")}

@@ -1,13 +1,12 @@
 """How fast is the verifier, against plain math-verify, and does it survive any text?
 
-    python bench/grade.py [--rounds 5] [--hostile 100000] [--batch 256]
+    python bench/grade.py [--rounds 5] [--hostile 100000]
 
 The pairs are made here: gold answers of seven kinds, and of eight that need algebra, each with one of its
 spellings or another value, other ones in every round, so no cache helps. Both verifiers take the same
 completions in turns. math-verify runs in this process with its own time-outs, as its documentation has it,
 and reads the completion itself. The hostile texts are random pieces of mathematics and constructed ones;
-none may end this process, or take it longer than the time-out allows. The batch is of formulas that would
-take hours each, graded at once, as those of a step are. How right the verifier is on labelled
+none may end this process, or take it longer than the time-out allows. How right the verifier is on labelled
 cases says `python reward.py --cases FILE.jsonl`.
 """
 
@@ -141,28 +140,14 @@ def hostile(count: int) -> dict:
     return row
 
 
-FOR_EVER = (r"\sum_{k=1}^{10^{9}}\sin(k!+%d)", "x^{99999999+%d}+1", "9^{9^{9^{9}}}+%d",
-            r"\int_0^%d x^{x^{x}} dx")
-
-
-def hostile_batch(count: int) -> dict:
-    """Grade so many formulas that would take hours each, at once."""
-    pairs = [("1", rf"\boxed{{{FOR_EVER[i % len(FOR_EVER)] % i}}}") for i in range(count)]
-    graded = []
-    seconds = timed(lambda: graded.extend(grading.grade(pairs)))
-    row = {"formulas": count, "seconds": seconds} | Counter(one["verdict"] for one in graded)
-    return show(f"A batch of formulas that take hours; {grading.WORKERS} workers", [row])[0]
-
-
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=5, help="of each mix of answers")
     options.add_argument("--hostile", type=int, default=100_000, help="how many texts")
-    options.add_argument("--batch", type=int, default=256, help="how many formulas that take hours")
     args = options.parse_args()
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     rates = {mix: speed(mix, args.rounds) for mix in MIXES}
-    print_json("grade", speed=rates, hostile=hostile(args.hostile), batch=hostile_batch(args.batch))
+    print_json("grade", speed=rates, hostile=hostile(args.hostile))
 
 
 if __name__ == "__main__":

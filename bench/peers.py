@@ -54,10 +54,6 @@ ARMS = {
     "cppo2": ("Winnow CPPO 2/16", "cppo_toy.yaml", ["prune.completions.keep=2"]),
 }
 REGIMES = ["fixed", "natural", "flat"]
-RESERVATIONS = """Three reservations:
-1. TRL generates by transformers here, 2 fifths of its step; its users put vLLM in its place.
-2. Rewards are random, so no group is flat but in the regime flat. Winnow trains on no group of equal rewards.
-3. TRL pads to the longest completion, so at natural lengths the ratios measure padding too."""
 MICRO = 64  # completions that TRL passes at once: 32 to 128 are alike, and all 256 a tenth slower
 # Else as fast as could be found on a CPU. TRL's own default recomputes activations.
 TRL = {"loss_type": "grpo", "beta": 0.0, "gradient_checkpointing": False, "bf16": False, "use_cpu": True,
@@ -271,7 +267,6 @@ def main() -> None:
                             Path(temporary))
             results[name] = compare(regime, args.arms, args.rounds)
         dist.close()
-    print(RESERVATIONS)
     print_json("peers", versions=versions, trl=TRL, micro=MICRO, results=results)
 
 

@@ -24,6 +24,7 @@ from shapes import MEMORY, PEAKS
 import config
 from infra.device import parameters
 from infra.families import Shape
+from infra.viewers import pairs
 from leaves.drafts.proposals import AT_ONCE
 from leaves.fit.counts import find_shape
 
@@ -92,16 +93,20 @@ def predict(name: str, sharing: int = 0, drafts: float = 0.0) -> tuple[dict[str,
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--drafts", type=float, default=1.1, metavar="TIMES")
-    options.add_argument("--shares", default="0.03=0.74,0.1=0.6,0.3=0.45", metavar="ERROR=SHARE,...")
+    options.add_argument("--shares", type=pairs, default="0.03=0.74,0.1=0.6,0.3=0.45",
+                         metavar="ERROR=SHARE,...")
     args = options.parse_args()
+    if not (args.drafts > 0 and all(float(e) > 0 and 0 < share <= 1 for e, share in args.shares.items())):
+        options.error("--drafts and errors must be above 0, and shares in (0, 1]")
     ways, pruned = [], []
     for name in CASES:
         whole, _ = predict(name)
         step, update = sum(whole.values()), whole["update"] + whole["teacher"]
         pruned.append({"config": name, "step, all kept": step, "update's and teacher's share": update / step})
-        for error, share in (map(float, part.split("=")) for part in args.shares.split(",")):
-            gains = [step / (step - (1 - share) * update) * (1 + error) ** -power for power in (1, 0.5)]
-            pruned[-1][f"error {error:g}"] = "{:.2f} to {:.2f}".format(*gains)
+        for error, share in args.shares.items():
+            faster, error_1 = step / (step - (1 - share) * update), 1 + float(error)
+            gains = [faster / error_1, faster / error_1 ** 0.5]
+            pruned[-1][f"error {error}"] = "{:.2f} to {:.2f}".format(*gains)
         cfg = config.load(f"{name}.yaml")
         kept = getattr(cfg.prune.completions, "keep", None)
         for sharing, drafted in WAYS:

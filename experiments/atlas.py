@@ -26,17 +26,7 @@ import enumeration as world
 import strangers
 import torch
 from enumeration import MAX_LEN, SKIPPING, Problem, Steps, all_steps, lengths_of, make_problem, reward_of
-from estimators import (
-    ADVANTAGES,
-    CONTROLS,
-    PRUNERS,
-    REGIONS,
-    WEIGHING,
-    Estimator,
-    all_draws,
-    compare,
-    gradients,
-)
+from estimators import ADVANTAGES, CONTROLS, PRUNERS, REGIONS, Estimator, all_draws, compare, gradients
 from kept_runs import exit_status, parser, table
 from torch import Tensor
 
@@ -253,21 +243,21 @@ LITERATURE |= {name: (partial(recent, rule=rule), "recent") for name, rule in (
 
 def turns(problem: Problem, steps: Steps, rule: str = "") -> Tensor:
     """Multiply grad logp of each token, [S, N, G, L]. The reply is the second; one of two was truncated."""
-    def compared(rewards_QK: Tensor, there_SNG: Tensor = steps.there_SNG) -> Tensor:
-        there_SNG = there_SNG.double()
-        reward_SNG = steps.look_up(rewards_QK) * there_SNG
-        return there_SNG * (reward_SNG - ratio(others(reward_SNG), others(there_SNG)))
+    def compared(rewards_QK: Tensor) -> Tensor:
+        reward_SNG = steps.look_up(rewards_QK)
+        return reward_SNG - others(reward_SNG) / (problem.size - 1)
 
     first_QK, second_QK = problem.component_CQK / 2
-    whole_SNG = lengths_of(problem, steps) == 3
-    adv_SNG1 = compared(first_QK + second_QK)[..., None]
-    if rule == "dropped":
-        adv_SNG1 = compared(first_QK + second_QK, whole_SNG)[..., None]
+    adv_SNG1, count = compared(first_QK + second_QK)[..., None], steps.completions
+    if rule == "dropped":  # compared with all, and in no denominator
+        whole_SNG = lengths_of(problem, steps) == 3
+        adv_SNG1 = adv_SNG1 * whole_SNG[..., None]
+        count = whole_SNG.sum(dim=(1, 2)).clamp(min=1)[:, None, None, None]
     by_turn = {"own": first_QK, "to go": first_QK + second_QK}.get(rule)
     if by_turn is not None:
         adv_SNG1 = torch.stack([compared(by_turn), *[compared(second_QK)] * 2], dim=3)
     replied_L = torch.arange(MAX_LEN) == 1
-    return adv_SNG1 * (torch.ones(MAX_LEN) if rule == "replies" else ~replied_L) / steps.completions
+    return adv_SNG1 * (torch.ones(MAX_LEN) if rule == "replies" else ~replied_L) / count
 
 
 LITERATURE |= {
@@ -431,6 +421,7 @@ def table_of(rows: list[Row]) -> list[str]:
         figures = measure(row)
         bias = "exact" if figures["bias"] < EXACT else f"{figures['bias']:.3f}"
         bias = bias if figures["scale"] > 0 else f"turned around, {bias}"
+        bias = "no gradient" if math.isnan(figures["bias"]) else bias
         variance = f"{figures['variance']:.2f}"
         whole = [f"{figures['scale']:.2f}", bias, variance, f"{figures['trained']:.1f}"]
         lines.setdefault(row.name, []).extend([f"{bias} ({variance})"] if row.column else whole)
@@ -482,6 +473,7 @@ def counterexample(row: Row) -> list[str]:
         figures = measure(placed)
         if not (figures["bias"] < TINY and figures["scale"] > 0):
             told = "The mean is {scale:.4f} times the true gradient, and {bias:.4f} of that off."
+            told = told if figures["scale"] else "The mean is 0."
             return [f"Biased in a world of {name}:", "", *by_hand(placed), "", told.format(**figures)]
     return [f"Exact in all {len(worlds)} worlds tried, from one token to {name}."]
 
@@ -519,7 +511,7 @@ def try_own(name: str, recipe: str | None, settings: list[str]) -> None:
         chosen, field = strangers.take(name, recipe, settings)
         chosen = chosen._replace(behind="near" if field == "trust" else "on-policy")
         names = {"advantage": ADVANTAGES, "completions": PRUNERS, "trust": REGIONS | CONTROLS,
-                 "prompts": {"all": None} | SKIPPING, "weigh": WEIGHING}[field]
+                 "prompts": {"all": None} | SKIPPING, "weigh": ("none",)}[field]
         rows, stem = [], Path(name).stem
         # A row has no completion of advantage 0, which a `weigh` may miss where rewards are graded.
         problem = "two prompts, 0/1" if field == "weigh" else "main"

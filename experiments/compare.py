@@ -16,28 +16,8 @@ from itertools import product
 from pathlib import Path
 from statistics import mean
 
-from kept_runs import (
-    LAST,
-    LEAST_EVALUATIONS,
-    RECIPE,
-    RESULTS,
-    ROOT,
-    Record,
-    Run,
-    area_of,
-    cpu_share,
-    curve,
-    difference,
-    evaluations,
-    experiment_status,
-    holm,
-    keep,
-    least,
-    parser,
-    print_json,
-    read,
-    table,
-)
+import kept_runs
+from kept_runs import LAST, LEAST_EVALUATIONS, RECIPE, RESULTS, ROOT, Record, Run, area_of, curve, keep, least
 from toy_tasks import write
 from tqdm import tqdm
 
@@ -103,7 +83,7 @@ def arm(name: str, rate: str, seed: int, data: str | None = None) -> Run:
 
 def kept_arms(rate_of: dict[str, str], seeds: range, results: Path) -> Arms:
     """Read the runs of arms at their rates on the test problems, as many as are kept."""
-    kept, arms = read(results), {}
+    kept, arms = kept_runs.read(results), {}
     for name, rate in rate_of.items():
         runs = {seed: Run(name, (), rate, seed) for seed in seeds}
         by_seed = {seed: kept[run.name] for seed, run in runs.items() if run.name in kept}
@@ -125,7 +105,7 @@ def validated(results: Path) -> dict[str, Areas]:
     """Read the areas over steps of the runs on the validation split that are kept, {arm: {rate: [seed]}};
     -inf if a run was not finite."""
     areas: dict[str, Areas] = {}
-    for record in read(results).values():
+    for record in kept_runs.read(results).values():
         about = record.about
         if about.get("split") == "validation":
             area = -math.inf
@@ -159,7 +139,7 @@ def rate_table(areas: dict[str, Areas], best: dict[str, str]) -> list[str]:
         cells = [tell_area(at, areas[name][at]) + " *" * (at == rate) for at in tried]
         where = "inside" if rate in tried[1:-1] else "an end of what was tried"
         rows.append([name, ", ".join(cells), where if tried else "not known yet"])
-    return table(["method", "learning rate: area on the validation split", "the best is"], rows)
+    return kept_runs.table(["method", "learning rate: area on the validation split", "the best is"], rows)
 
 
 # ---- at equal cost
@@ -177,7 +157,7 @@ def compared(arms: Arms, costs: Iterable[str], comparisons: int) -> dict:
               for name, by_seed in arms.items()}
     for cost in costs:
         budget = least([of for by_seed in curves.values() for of in by_seed.values()], cost)
-        figures = {name: {"runs": len(of), "evaluations": evaluations(of.values(), cost, budget)}
+        figures = {name: {"runs": len(of), "evaluations": kept_runs.evaluations(of.values(), cost, budget)}
                    for name, of in curves.items()}
         measured = [name for name in arms if figures[name]["evaluations"] >= LEAST_EVALUATIONS]
         for figure, begin in (("area", 0.0), ("end", LAST)):
@@ -197,8 +177,8 @@ def column(values: dict[str, dict[int, float]], comparisons: int) -> dict[str, d
         shared = sorted(by_seed.keys() & grpo.keys())
         if name != "grpo" and len(shared) > 1:
             these, those = [by_seed[seed] for seed in shared], [grpo[seed] for seed in shared]
-            gaps[name] = difference(these, those, comparisons)
-    corrected = holm([gap.p for gap in gaps.values()])
+            gaps[name] = kept_runs.difference(these, those, comparisons)
+    corrected = kept_runs.holm([gap.p for gap in gaps.values()])
     for (name, gap), p in zip(gaps.items(), corrected, strict=True):
         cells[name] |= {"difference": gap.mean, "low": gap.low, "high": gap.high, "p": p}
     return cells
@@ -222,7 +202,7 @@ def comparison_table(numbers: dict, figure: str) -> list[str]:
     for name, figures in first["arms"].items():
         cells = [cell(of["arms"][name], figure) if name in of["arms"] else "" for of in numbers.values()]
         rows.append([name, str(figures["runs"]), *cells])
-    return table([f"{figure}, %, and evaluations", "runs", *head], rows)
+    return kept_runs.table([f"{figure}, %, and evaluations", "runs", *head], rows)
 
 
 def cost_table(arms: Arms) -> list[str]:
@@ -231,10 +211,10 @@ def cost_table(arms: Arms) -> list[str]:
     for name, by_seed in arms.items():
         runs = list(by_seed.values())
         spent = [f"{mean(curve(run).spent[cost][-1] for run in runs):,.0f}" for cost in TOKENS]
-        seconds = [(phase_seconds(run.lines), cpu_share(run)) for run in runs]
+        seconds = [(phase_seconds(run.lines), kept_runs.cpu_share(run)) for run in runs]
         spent += [f"{mean(of.get(phase, 0.0) * share for of, share in seconds):.1f}" for phase in PHASES]
         rows.append([name, *spent, f"{mean(run.about['cpu_seconds'] for run in runs):.0f}"])
-    return table(["method", *TOKENS, *(f"{phase} s" for phase in PHASES), "whole run, CPU s"], rows)
+    return kept_runs.table(["method", *TOKENS, *(f"{phase} s" for phase in PHASES), "whole run, CPU s"], rows)
 
 
 def report(results: Path) -> None:
@@ -255,14 +235,14 @@ def report(results: Path) -> None:
             print(*comparison_table(printed[part], figure), "", sep="\n")
         if part == "six":
             print(*cost_table(arms), "", sep="\n")
-    print_json("compare", **printed)
+    kept_runs.print_json("compare", **printed)
 
 
 def main() -> int:
-    options = parser(__doc__)
+    options = kept_runs.parser(__doc__)
     options.add_argument("--full", action="store_true", help="learning rates, 5 seeds, and the relatives")
     full = options.parse_args().full
-    return experiment_status(lambda: experiment(full, RESULTS))
+    return kept_runs.experiment_status(lambda: experiment(full, RESULTS))
 
 
 def experiment(full: bool, results: Path) -> None:

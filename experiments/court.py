@@ -26,23 +26,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
+import kept_runs
 from compare import Arms, kept_arms, tell_area, validated
-from kept_runs import (
-    LEAST_EVALUATIONS,
-    ROOT,
-    Gap,
-    Run,
-    area_gap,
-    curve,
-    experiment_status,
-    judge,
-    keep,
-    listed,
-    parser,
-    print_json,
-    read,
-    table,
-)
+from kept_runs import LEAST_EVALUATIONS, Gap, Run, area_gap, curve, experiment_status, judge, keep, table
 from tqdm import tqdm
 from try_method import COURT, check_chosen, find_method, load, plug_in
 
@@ -294,9 +280,9 @@ def report(results: Path) -> None:
     print(*table(["test", "as claimed", *(f"the other at {rate}" for rate in AFTERWARDS)], rate_rows(arms)),
           "", sep="\n")
     print(*validation_table(ARMS, results), "", sep="\n")
-    seconds = [record.about["cpu_seconds"] for record in read(results).values()]
+    seconds = [record.about["cpu_seconds"] for record in kept_runs.read(results).values()]
     print(f"{len(seconds)} runs, {sum(seconds) / 3600:.1f} CPU hours\n")
-    print_json("court", claims=claims, rates=rates)
+    kept_runs.print_json("court", claims=claims, rates=rates)
 
 
 # ---- a method of somebody's own
@@ -372,9 +358,9 @@ def load_own(file: str, chosen: str | None, settings: list[str], out: Path) -> t
 
 
 def main() -> int:
-    options = parser(__doc__)
+    options = kept_runs.parser(__doc__)
     what = options.add_mutually_exclusive_group()
-    what.add_argument("--train", nargs="?", type=listed(list(ARMS)), const=list(ARMS), metavar="ARMS",
+    what.add_argument("--train", nargs="?", type=kept_runs.listed([*ARMS]), const=[*ARMS], metavar="ARMS",
                       help="make the runs that are missing")
     what.add_argument("--method", help="a Python file, or the name of one in experiments/court/")
     options.add_argument("--hours", type=float, help="begin no run after so long")
@@ -396,7 +382,7 @@ def experiment(args: argparse.Namespace) -> None:
     until = time.monotonic() + 3600 * (math.inf if args.hours is None else args.hours)
     seeds = SEEDS[:args.seeds]
     if args.method:
-        out = args.out or ROOT / "runs" / "court"
+        out = args.out or kept_runs.ROOT / "runs" / "court"
         name, arm, results = load_own(args.method, args.config, args.set or [], out)
         try_own(name, arm, seeds, until, results)
         return

@@ -224,6 +224,10 @@ def draw_by_seeds(given: prune.Candidates, settings: Any, prob_NG: Tensor) -> Dr
         if len(draws) > MOST or off > 1 + 5 * (len(draws) * prob_NG * (1 - prob_NG)).sum().sqrt():
             raise ConfigError(f"prune.completions.kind={settings.kind} states chances of {prob_NG.tolist()}, "
                               f"and keeps {often_NG.tolist()} times in {len(draws)} draws")
+    weight_DNG = torch.stack([drawn.weight_NG for drawn in draws])
+    if ((weight_DNG > 0) & (weight_DNG != weight_DNG.amax(dim=0))).any():
+        raise ConfigError(f"prune.completions.kind={settings.kind}: weights are by which others survive, and "
+                          "draws do not tell the bias of that exactly")
     scale_NG = (len(draws) * prob_NG / often_NG).nan_to_num()
     return [(1 / len(draws), replace(drawn, weight_NG=drawn.weight_NG * scale_NG)) for drawn in draws]
 
@@ -284,7 +288,7 @@ def in_order(steps: Steps) -> Steps:
 def draw(problem: Problem, steps: Steps, chosen: Estimator) -> Drawn:
     """Compare and prune the completions of all steps, in all outcomes of the draw."""
     settings = PRUNERS[chosen.completions]
-    own = MINE in (chosen.advantage, chosen.weigh)
+    own = MINE in (chosen.advantage, chosen.completions, chosen.weigh)  # they may read places
     if settings.kind in DRAWN and not own:  # permuted groups have one gradient: are one step
         steps = in_order(steps)
     adv_SNG = compare(problem, steps, chosen.advantage)
@@ -383,6 +387,10 @@ def token_factors(problem: Problem, drawn: Drawn, chosen: Estimator) -> Tensor:
 
 def gradients(problem: Problem, drawn: Drawn, chosen: Estimator) -> Tensor:
     """Compute the gradient of every step, [R, P]: the sum of w f A grad logp."""
+    known = (chosen.denominator, chosen.weigh) == ("all", "none")
+    if PRUNERS[chosen.completions].kind in DRAWN - {"pps"} and not known:
+        raise ConfigError("loss.denominator=kept and weigh go by which completions survive: draws do not "
+                          "tell the bias of that exactly")
     term_RNG = drawn.adv_RNG * token_weights(problem, drawn, chosen)
     sign_RNG = drawn.adv_RNG.sign().long() + 1
     if chosen.weigh == "none":

@@ -30,6 +30,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
+from torch import Tensor
+
 COURT = Path(__file__).parent / "court"
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -53,6 +55,8 @@ KINDS = {"ADVANTAGES": (config.Config, "advantage", ESTIMATORS),
          "PROMPTS": (config.Prune, "prune.prompts", PROMPTS),
          "TRUST": (config.Loss, "loss.trust", loss.TRUST),
          "OPTIMIZERS": (config.Config, "optim", learner.OPTIMIZERS)}
+WITH_WEIGH = [("old_logp", "recompute", "reads the log-probs of the policy before the update"),
+              ("tis_cap", None, "is in its place"), ("mask_ratio", None, "is in its place")]
 BASES = {"advantage": Comparison, "prune.prompts": Draw}
 
 
@@ -87,7 +91,10 @@ def plug_in_kinds(method: ModuleType) -> None:
         raise config.ConfigError(f"{method.__file__} defines none of {', '.join(KINDS)}, weigh, wrap: "
                                  "docs/fork.md has a whole file")
     for name, (section, setting, table) in KINDS.items():
-        add_kinds(section, setting, getattr(method, name, {}), table)
+        functions = getattr(method, name, {})
+        if not isinstance(functions, dict):
+            raise config.ConfigError(f"{name} of {method.__file__} must be a dict: dataclass -> function")
+        add_kinds(section, setting, functions, table)
     loader.hints.cache_clear()
     loader.extended.cache_clear()
 
@@ -96,11 +103,26 @@ def plug_in(method: ModuleType) -> None:
     """Add all that a method brings, and count its file among the inputs of a run. Raises ConfigError."""
     plug_in_kinds(method)
     if hasattr(method, "weigh"):
-        update.weigh = method.weigh
+        update.weigh = checked_weigh(method)
         loss.has_token_weights = learner.has_token_weights = lambda settings: True
     if getattr(method, "ENTROPY", False):
         learner.load_sharded = with_entropies(learner.load_sharded)
     leaves.through = with_method(method, leaves.through)
+
+
+def checked_weigh(method: ModuleType) -> Callable[..., list[Tensor]]:
+    """Cut factors off the graph. Raises ConfigError for other shapes than those of log-probs, and for nan."""
+    def weigh(rows: list, logp: list[Tensor], entropy: list, loss: config.Loss) -> list[Tensor]:
+        reads = getattr(method, "ENTROPY", False)
+        factors = [*method.weigh(rows, logp, [H_C.detach() if reads else None for H_C in entropy], loss)]
+        wanted = [[*logp_C.shape] for logp_C in logp]
+        got = [[*x.shape] if isinstance(x, Tensor) and x.isfinite().all() else str(x)[:60] for x in factors]
+        if got != wanted:
+            raise config.ConfigError(
+                f"{Path(method.__file__).name}: weigh returned {got}, and must return finite {wanted}")
+        return [factor_C.detach().to(logp_C) for factor_C, logp_C in zip(factors, logp, strict=True)]
+
+    return weigh
 
 
 def with_method(method: ModuleType, through: Callable) -> Callable:
@@ -146,7 +168,7 @@ def add_kinds(section: type, setting: str, functions: dict[type, Any], table: di
 
 
 def name_of(kind: type) -> str:
-    names = [*loader.choices(kind)]
+    names = [*loader.choices(kind)] if getattr(kind, "__dataclass_fields__", None) else []
     if not names:
         raise config.ConfigError(f'{kind.__name__} has no name: mark it as @kind("mine")')
     return names[0]
@@ -154,9 +176,10 @@ def name_of(kind: type) -> str:
 
 def check_chosen(method: ModuleType, cfg: config.Config) -> None:
     """Raise ConfigError if the config has none of the method's kinds, or does not call its `weigh`."""
-    if hasattr(method, "weigh") and cfg.loss.old_logp != "recompute":
-        raise config.ConfigError(f"loss.old_logp={cfg.loss.old_logp} must be recompute: weigh of "
-                                 f"{method.__file__} reads the log-probs of the policy before the update")
+    for key, wanted, why in WITH_WEIGH if hasattr(method, "weigh") else ():
+        if (value := getattr(cfg.loss, key)) != wanted:
+            raise config.ConfigError(
+                f"loss.{key}={value} must be {wanted or 'null'}: weigh of {method.__file__} {why}")
     brought = {kind: setting for name, (_, setting, _) in KINDS.items() for kind in getattr(method, name, {})}
     if brought and not any(isinstance(attrgetter(setting)(cfg), kind) for kind, setting in brought.items()):
         kind, setting = next(iter(brought.items()))
@@ -168,7 +191,7 @@ def check_chosen(method: ModuleType, cfg: config.Config) -> None:
 def main() -> int:
     parser = new_parser(__doc__)
     parser.add_argument("method", help="a Python file, or the name of one in experiments/court/")
-    parser.add_argument("--config", help="a yaml file, or the name of one in configs/")
+    parser.add_argument("--config", nargs="+", help="yaml files, or names of some in configs/")
     parser.add_argument("--set", action="append", default=[], help="change one setting")
     args, others = parser.parse_known_args()
     try:
@@ -177,12 +200,12 @@ def main() -> int:
         if not args.config and not beside.is_file():
             raise config.ConfigError(f"{path} has no {beside.name} beside it: write one, or give --config")
         plug_in(load(path))
-        chosen = args.config or str(beside)
+        chosen = args.config or [str(beside)]
         check_chosen(load(path), config.load(chosen, args.set))
     except config.ConfigError as error:
         parser.error(str(error))
     changes = [word for text in args.set for word in ("--set", text)]
-    sys.argv = [f"{sys.argv[0]} {args.method}", "--config", chosen, *changes, *others]
+    sys.argv = [f"{sys.argv[0]} {args.method}", "--config", *chosen, *changes, *others]
     return train.main()
 
 

@@ -23,14 +23,15 @@ def of_report(text: str | None) -> argparse.Namespace:
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN_DIR", help="run folders, or patterns of them")
     add("--out", type=user_path, help="a folder; the run's own for one run, else runs/report")
-    add("--seconds", type=seconds, default={}, metavar="PHASE=SECONDS,...",
+    add("--seconds", type=pairs, default={}, metavar="PHASE=SECONDS,...",
         help="of a step on another machine, by phase: rollout=8,update=0.6")
     return parser.parse_args()
 
 
-def seconds(text: str) -> dict[str, float]:
-    """Read phases of a step with their seconds; ValueError if it is no such text."""
-    return {phase: float(number) for phase, number in (part.split("=") for part in text.split(","))}
+def pairs(text: str) -> dict[str, float]:
+    """Read names with their numbers, a=1,b=2; ValueError if it is no such text, or has a name twice."""
+    given = [part.split("=") for part in text.split(",")]
+    return {name: float(number) for (name, number), _ in zip(given, dict(given), strict=True)}
 
 
 def of_chat(text: str | None) -> argparse.Namespace:

@@ -33,7 +33,7 @@ BUGS = {
         ("return n, positive_NG[n][g], candidates", "return n, candidates", "prune"),
         (".clamp(min=LEAST_SURPRISE)", "", "prune"),
         ("dtype=torch.float64)[s.scored]", "dtype=torch.float64)", "prune"),
-        ("torch.tensor([[keep * len(adv_NG)]])", "torch.tensor([[keep]])", "prune"),
+        ("keep * len(adv_NG) // len(of_part)", "keep", "prune"),
         ("1 - drop_prob * small_NG", "1 - drop_prob * ~small_NG", "prune"),
         ("memory.skipped_K >= max_skips", "memory.skipped_K > max_skips", "prune"),
         ("easy ** easy_K, hard", "hard ** easy_K, hard", "prune"),
@@ -77,7 +77,7 @@ BUGS = {
     "update": [
         ("factors = weigh(rows, [given.old_logp_C for given in prepared], entropy, learner.loss)",
          "factors = [None] * len(rows)", "objectives"),
-        ("factor_C, = weigh([row], [logp_C], [entropy_C], learner.loss)", "factor_C = None", "objectives"),
+        ("factor_C, = weigh([row], [logp_C.detach()], [entropy_C], learner.loss)", "factor_C = None", "objectives"),
         ("if prepared.old_logp_C is None and unmoved:", "if True:", "invariance"),
         ("len_NG = lengths(groups,",
          "len_NG = lengths(cut_completions(groups, [batch.tokens[n] for n in members]),", "nat"),

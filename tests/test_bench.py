@@ -146,7 +146,6 @@ def test_a_part_on_two_ranks_runs_under_torchrun_where_there_are_two_gpus(comman
     out = tmp_path / "out.jsonl"
     assert gpu.attempt("vllm_ranks", "", out, 60, 1) == {"skipped": "it needs 2 GPUs"} and not commands
     assert gpu.attempt("vllm_tensor_parallel", "", out, 60, 2) == {"failed": "signal 9: Killed"}
-    assert gpu.attempt("vllm_custom_all_reduce", "", out, 60) == {"way": "", "ended": "signal 9: Killed"}  # on a CPU
     for command in commands:
         assert command[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
         assert command[6:8] == [gpu.__file__, "--part"]
@@ -249,8 +248,6 @@ def test_the_bench_of_the_verifier_asks_both_verifiers_and_survives():
     rows = grade.speed("common", rounds=1, count=14)
     assert [row["verifier"] for row in rows] == ["winnow", "math-verify"] and min(rows[0]["answers/s"]) > 0
     assert grade.hostile(2)["texts"] == 2
-    row = grade.hostile_batch(2)
-    assert row["formulas"] == sum(row.get(verdict, 0) for verdict in ("wrong", "unparsed", "timed_out")) == 2
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -182,20 +183,6 @@ def test_ragged_groups_have_the_true_gradient_over_all_outcomes(plugged):
             mean += chance * pull_N @ score_N
     assert off(means["weighed"], (1 - 0.25) / 2) < EXACT
     assert off(means["plain"], (1 - 0.25) / 2) > BIASED
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_otb_has_the_true_gradient_without_the_own_sample_alone(own):
-    mean = torch.zeros_like(LOGITS)
-    for joint in itertools.product(CHANCE, repeat=3):
-        reward_G = wide([ANSWERS[answer] for answer in joint])
-        adv_GL = otb.token_advantage(reward_G, otb.energy(*otb.padded([wide(LOGP[answer]) for answer in joint])), own)
-        pull = sum(adv_L[:len(answer)] @ SCORES[answer] for adv_L, answer in zip(adv_GL, joint, strict=True))
-        mean += math.prod(CHANCE[answer] for answer in joint) * pull / 3
-    best = (mean @ TRUE / (TRUE @ TRUE)).item()
-    assert off(mean) < EXACT if not own else min(off(mean), off(mean, best)) > BIASED
-    energy_GL = otb.energy(*otb.padded([wide([math.log(0.5), math.log(0.25)]), wide([math.log(0.9)])]))
-    torch.testing.assert_close(energy_GL, wide([[0.25, 0.8125], [0.01, 0.01]]))
 
 
 @pytest.mark.parametrize("module", [otb, otb_released])
@@ -405,7 +392,7 @@ def test_rates_are_chosen_of_a_whole_grid_and_of_the_neighbour_of_an_end(every_m
     court.train({"grpo-1e-4": court.ARMS["grpo-1e-4"]}, range(2), results, until=math.inf)
     assert made == [f"grpo-1e-4-1e-4-test-seed{seed}" for seed in range(2)]  # at the rate that it is given
     for name in ("grpo-2e-4-validation-seed100", "grpo-4e-4-validation-seed100"):
-        record = court.read(results)[name]
+        record = court.kept_runs.read(results)[name]
         append(name, replace(record, about=record.about | {"finite": False}, lines=record.lines[:1]), results)
     assert court.chosen_rate("grpo", results) == "1e-4"
     assert court.validation_table({"grpo": arm}, results)[2].endswith("2e-4: not finite, 4e-4: not finite |")
@@ -453,6 +440,8 @@ def test_a_method_that_would_not_be_tried_is_an_error(plugged, refused, tmp_path
     assert "mine.py has no mine.yaml beside it" in refused(try_method, str(mine))
     why = refused(court, "--method", str(mine))
     assert "advantage.kind=group_norm is not of" in why and '--set "advantage={kind: deviation}"' in why
+    why = refused(try_method, str(mine), "--config", "grpo_toy.yaml", "rloo_toy.yaml")
+    assert "advantage.kind=leave_one_out is not of" in why
     for name, text, says in [("none", "ADVANTAGE = {}", "defines none of ADVANTAGES, COMPLETIONS, PROMPTS, TRUST"),
                              ("taken", MINE.replace("deviation", "centred"), "advantage.kind=centred is there already"),
                              ("empty", "ADVANTAGES = {}", "empty.py defines none of"),
@@ -464,6 +453,13 @@ def test_a_method_that_would_not_be_tried_is_an_error(plugged, refused, tmp_path
     assert "method no.py not found" in refused(court, "--method", "no.py")
     (tmp_path / "signs.py").write_text("MINE = True")  # called as one of the court's
     assert try_method.load(court.COURT / "signs.py").ADVANTAGES and try_method.load(tmp_path / "signs.py").MINE
+
+
+def test_what_a_weigh_returns_is_cut_off_the_graph_in_the_dtype_of_log_probs():
+    method = SimpleNamespace(__file__="mine.py", weigh=lambda _, logp, *given: [x.exp().float() for x in logp])
+    logp_C = wide([-1, -2]).requires_grad_()
+    factor_C, = try_method.checked_weigh(method)([None], [logp_C], [logp_C], config.Loss())
+    assert not factor_C.requires_grad and factor_C.dtype == logp_C.dtype
 
 
 @pytest.mark.parametrize(("words", "says"), [

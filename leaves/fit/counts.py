@@ -138,5 +138,6 @@ def sampling_parts(cfg: Config, shape: Shape) -> Parts:
     spread = sampling.tensor_parallel if sampling.engine == "vllm" else 0
     parts = engine_parts(shape, element, sampling.slots, longest_sampled(cfg), spread, sampling.cache_gib)
     if getattr(sampling, "drafts", None) and not spread:
-        parts["KV cache"] *= 2  # drafts have at most the tokens of the slots that they serve
+        # A prompt's drafts are held while any of its completions is sampled: G for a slot at most.
+        parts["KV cache"] *= 1 + sampling.group_size * min(1, sampling.prompts_per_step / sampling.slots)
     return parts

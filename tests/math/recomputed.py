@@ -182,8 +182,8 @@ def distilled(w, name):
     return by_token(w, s, x[..., None] * look(s, a * kept.get(name[:3], 1)), target)
 def turns(w, name):
     s, (first, second) = w.steps(), w.comp / 2
-    t = s["t"] if "dropped" not in name else w.len[s["i"]] == 3
-    whole, one, two = (t * (r - div(total(r * t) - r * t, total(t) - t))
+    t = s["t"] if "dropped" not in name else w.len[s["i"]] == 3  # in the denominator, and trained on
+    whole, one, two = (t / np.maximum(t.sum((1, 2), keepdims=True), 1) * t[0].size * (r - div(total(r) - r, w.size - 1))
                        for r in (look(s, w.r), look(s, first), look(s, second)))
     a = np.stack([one if "own" in name else whole, whole, two if "each" in name else whole], 3)
     return by_token(w, s, a * (np.array([1, 1, 1]) if "trained on" in name else np.array([1, 0, 1])))

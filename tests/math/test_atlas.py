@@ -111,7 +111,7 @@ def tried(tmp_path, capsys):
     """Write a method's file, and its config beside it, and print it beside the atlas's entries."""
     def run(text: str, setting: str = "", *settings: str) -> str:
         (folder := tmp_path / str(hash(text))).mkdir()  # a path is imported once
-        for cached in (measure, all_steps, estimators.draw_all):
+        for cached in (measure, all_steps, estimators.draw_all, estimators.pulls, estimators.token_pulls):
             cached.cache_clear()
         (folder / "mine.py").write_text(text)
         (folder / "mine.yaml").write_text(f"base: {ROOT}/experiments/long_sums.yaml\n{setting}\n")
@@ -125,7 +125,8 @@ def tried(tmp_path, capsys):
         for table in (ADVANTAGES, PRUNERS, REGIONS, SKIPPING, WEIGHING):
             stack.enter_context(patch.dict(table))
         yield run
-    for cached in (measure, all_steps, estimators.draw_all, estimators.pulls, loader.hints, loader.extended):
+    for cached in (measure, all_steps, estimators.draw_all, estimators.pulls, estimators.token_pulls, loader.hints,
+                   loader.extended):
         cached.cache_clear()
     DRAWN.intersection_update({"pps"})
 
@@ -223,8 +224,14 @@ def test_token_weights_get_entropies_and_a_wrap_may_check_the_config(tried):
 @pytest.mark.parametrize(("text", "setting", "said"), [
     ("x =", "", "mine.py raised SyntaxError: invalid syntax"),
     ("def wrap(cfg, history, sampler): ...", "", "cannot express wrap: it replaces the sampler, .* hashes of seeds"),
-    ("def weigh(rows, logp, entropy, loss): return [entropy[0]]", "", "weigh returned NoneType, and must .* of "),
-    ("def weigh(rows, logp, entropy, loss): return logp * 2", "", "weigh raised ValueError: too many values"),
+    ("def weigh(rows, logp, entropy, loss): return [entropy[0], logp[0]]", "", "returned .'None', .2.., and must"),
+    (WEIGH, "loss: {tis_cap: 2}", "loss.tis_cap=2.0 must be null: weigh of .*mine.py is in its place"),
+    (WEIGH, "loss: {trust: {kind: none}}", "cannot express trust with weigh"),
+    (WEIGH, "advantage: {kind: soft_value}", "cannot express advantage.kind=soft_value"),
+    (WEIGH, "prune: {completions: {kind: pps, keep: 4}}", "keeps all of the atlas's groups of 2"),
+    (WEIGH, "prune: {completions: {kind: pps, error: 0.1}}", "or is by no number: give --set prune.completions.keep=2"),
+    ("TRUST = [1]", "", "TRUST of .*mine.py must be a dict"),
+    (HEAD.format("far", "") + "TRUST = {Mine: lambda x, _: x.logp_C.cumsum(0)}", "loss: {trust: {kind: far}}", "a row"),
     (ADVANTAGE.replace("RESULT", "rewards.total_NG[0]"), STRANGE, r"strange returned \[2\], and must .* of \[1, 2\]"),
     (ADVANTAGE.replace("RESULT", "rewards.total_NG.log()"), STRANGE, "strange returned nan or inf"),
     (ADVANTAGE.replace("RESULT", "rewards.best"), STRANGE, "strange raised AttributeError: 'Rewards' object has no"),
