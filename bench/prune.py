@@ -169,10 +169,13 @@ def folded(gradient: Tensor) -> Tensor:
     stay what they are in the mean, with a deviation of |x| |y| / sqrt(SKETCH) or so."""
     if len(gradient) <= SKETCH:
         return gradient
-    generator, sketch = torch.Generator().manual_seed(0), torch.zeros(SKETCH)
-    for part in gradient.split(SKETCH):
-        sketch[:len(part)] += part * torch.randint(2, part.shape, generator=generator).mul(2).sub(1)
-    return sketch
+    padded = torch.nn.functional.pad(gradient, (0, -len(gradient) % SKETCH))
+    return (padded * signs(len(padded))).view(-1, SKETCH).sum(dim=0)
+
+
+@cache
+def signs(count: int) -> Tensor:
+    return torch.rand(count, generator=torch.Generator().manual_seed(0)).sub(0.5).sign()
 
 
 def inner_products(learner: Learner, groups: list[Group], adv_NG: Tensor) -> Tensor:
