@@ -102,12 +102,15 @@ def test_a_comparison_that_rests_on_a_straight_line_is_none(tmp_path):
     assert kept_runs.area_gap(*both, "steps", 1).difference
 
 
-def test_a_difference_and_an_area_by_hand():
+def test_a_difference_an_area_and_verdicts_by_hand():
     p = kept_runs.difference([2.0, 4.0], [0.0, 0.0], comparisons=1).p
     assert p == pytest.approx(2 * math.atan(1 / 3) / math.pi)  # one degree: Cauchy's law
     gap = kept_runs.difference([3.0, 5.0, 4.0], [1.0, 2.0, 3.0], comparisons=1)
     assert (gap.mean, gap.high - gap.mean) == pytest.approx((2.0, 4.3027 * 1 / 3 ** 0.5), abs=1e-3)
     assert kept_runs.area(np.array([0.0, 2.0]), np.array([10.0, 30.0]), 0, 1) == 15
+    told = [kept_runs.judge(kept_runs.Difference(0.0, *ends, 1.0), bound) for *ends, bound in (
+        (1, 2, 0), (-2, -1, 0), (-1, 1, 0), (-1.5, 1, -2), (-3, -2.5, -2))]
+    assert told == ["holds", "does not", "cannot tell", "holds", "does not"] and kept_runs.judge(None) == "not measured"
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -279,12 +282,6 @@ def test_what_is_kept_in_the_repository_is_what_the_arms_of_today_would_run():
         data = compare.VALIDATION if about["split"] == "validation" else None
         run = compare.arm(about["arm"], about["rate"], about["seed"], data)
         assert run.name == name and kept_runs.is_kept(run, kept_runs.RESULTS), name
-
-
-def test_verdicts_by_hand():
-    told = [kept_runs.judge(kept_runs.Difference(0.0, *ends, 1.0), bound) for *ends, bound in (
-        (1, 2, 0), (-2, -1, 0), (-1, 1, 0), (-1.5, 1, -2), (-3, -2.5, -2))]
-    assert told == ["holds", "does not", "cannot tell", "holds", "does not"] and kept_runs.judge(None) == "not measured"
 
 
 def test_every_arm_of_distillation_and_of_the_law_is_a_run_that_there_can_be():
