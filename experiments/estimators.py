@@ -64,7 +64,7 @@ REGIONS = {
     "total_variation, both sides": kinds.TotalVariation(divergence=0.3, sides="both", cap=1e4),
     "binary_kl": kinds.BinaryKl(divergence=0.05),
 }
-WEIGHING: dict[str, Any] = {"none": None}  # a stranger's function, given rows, log-probs and entropies
+WEIGHING: dict[str, Any] = {"none": None}  # a stranger's function, given a row, its log-probs and entropies
 
 
 # ---- what the trust regions are compared with: f, as loss.TRUST returns it
