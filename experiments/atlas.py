@@ -281,7 +281,8 @@ class Row(NamedTuple):
 
 
 PROBLEMS = {
-    "main": {}, "one prompt, 0/1, equal lengths": {"lengths": "equal", "prompts": (1,), "size": 4},
+    "main": {"size": 3, "lengths": "unequal"},
+    "one prompt, 0/1, equal lengths": {"lengths": "equal", "prompts": (1,), "size": 4},
     "one prompt, 0/1": {"prompts": (1,), "size": 4},
     "one prompt, graded, equal lengths": {"lengths": "equal", "prompts": (0,), "size": 4},
     "two prompts, 0/1, equal lengths": {"lengths": "equal", "graded": False, "size": 4},
@@ -291,7 +292,8 @@ PROBLEMS = {
 
 @cache
 def problem_of(name: str) -> Problem:
-    return make_problem(**PROBLEMS[name])
+    first = next(other for other in PROBLEMS if PROBLEMS[other] == PROBLEMS[name])  # one has its steps
+    return make_problem(**PROBLEMS[name]) if first == name else problem_of(first)
 
 
 def summary(target_P: Tensor, chance_R: Tensor, gradient_RP: Tensor) -> dict[str, float]:
@@ -444,13 +446,13 @@ def all_rows() -> list[dict[str, Any]]:
 
 # ---- a method of somebody's own, and the smallest world in which one is biased
 
-WORLDS = {f"{name}, groups of {size}": {"size": size, "lengths": lengths, "rewards": rewards}
-          for name, lengths, rewards, sizes in (
-    ("one prompt, one token, rewards 0/1", "one", [[0, 1]], (2, 3)),
-    ("one prompt, one or two tokens, rewards 0/1", "short", [[0, 1, 0]], (2, 3)),
-    ("one prompt, one or two tokens, graded rewards", "short", [[0, 1, 0.5]], (2, 3)),
-    ("two prompts, one or two tokens, rewards 0/1", "short", [[0, 1, 0], [1, 0, 0]], (2,)),
-    ("two prompts, one to three tokens, graded rewards", "unequal", None, (2, 3)),
+WORLDS = {f"{name}, groups of {size}": {"size": size, "lengths": lengths} | more
+          for name, lengths, more, sizes in (
+    ("one prompt, one token, rewards 0/1", "one", {"rewards": [[0, 1]]}, (2, 3)),
+    ("one prompt, one or two tokens, rewards 0/1", "short", {"rewards": [[0, 1, 0]]}, (2, 3)),
+    ("one prompt, one or two tokens, graded rewards", "short", {"rewards": [[0, 1, 0.5]]}, (2, 3)),
+    ("two prompts, one or two tokens, rewards 0/1", "short", {"rewards": [[0, 1, 0], [1, 0, 0]]}, (2,)),
+    ("two prompts, one to three tokens, graded rewards", "unequal", {}, (2, 3)),
 ) for size in sizes}
 PROBLEMS |= WORLDS
 
