@@ -116,7 +116,7 @@ def build_learner(cfg: Config, source: Path, device: torch.device, weights: Weig
     reference = None
     if has_reference(cfg):
         reference = (weights.initial(policy) or
-                     load_sharded(cfg, source, device, dtype, weights).requires_grad_(False))
+                     load_sharded(cfg, source, device, dtype, weights, frozen=True))
     return Learner(
         device,
         dtype,
@@ -139,13 +139,13 @@ def build_learner(cfg: Config, source: Path, device: torch.device, weights: Weig
 
 
 def load_sharded(cfg: Config, source: Path, device: torch.device, dtype: torch.dtype, weights: Weights,
-                 ) -> Decoder:
+                 frozen: bool = False) -> Decoder:
     """Load a model spread over the ranks, in at least float32 unless frozen. No rank ever holds the whole."""
-    model = empty_model(source, torch.promote_types(dtype, torch.float32))
+    model = empty_model(source, dtype if frozen else torch.promote_types(dtype, torch.float32))
     weights.adapt(model, dtype)
     shard_empty(model, model, cfg.model, cfg.optim.offload, device, dtype)
     weights.fill(model, source)
-    return model
+    return model.requires_grad_(False) if frozen else model
 
 
 def shard_empty(model: nn.Module, backbone: Decoder, settings: Model, offload: bool, device: torch.device,

@@ -180,13 +180,15 @@ def test_half_precision_keeps_float32_weights(tiny, tmp_path):
     parts = parts_of(cfg, tiny)
     learner, engine = parts.learner, parts.engine
     assert {p.dtype for p in learner.policy.parameters()} == {torch.float32}
-    assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
-    assert learner.policy.checkpoint_blocks == "all" and learner.reference is not learner.policy
+    for model in (engine.model, learner.reference):  # the frozen one holds no more than is computed with
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert learner.policy.checkpoint_blocks == "all"
     one_NG = torch.ones(1, 2, dtype=torch.float64) / 3
     batch = as_batch(make_groups([[3, 2]], [4]), one_NG, Pruned(one_NG > 0, one_NG, one_NG))
     row, = learner.rows(update.make_minibatch(learner, batch, [0]))
     logp_C = learner.log_probs(learner.policy, row)
     assert row.adv_C.dtype == row.weight_C.dtype == logp_C.dtype == torch.float32
+    assert logp_C.equal(learner.log_probs(learner.reference, row))
     exact_C = learner.log_probs(load(tiny), row)
     assert 1e-6 < (logp_C - exact_C).abs().max() < 0.5
 

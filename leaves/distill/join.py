@@ -13,7 +13,6 @@ full gradient.
 Dimension key:  N groups,  G completions per group,  S completions of one row,  C completion tokens of it.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -35,22 +34,15 @@ from model import Decoder
 from pack import Minibatch
 from policy import Weights, hash_weights
 from prune import LEAST_SURPRISE, SIZE_FLOOR, fewest, pps, predicted_error
-from records import Group, Metrics, PreparedRow, Rewards, Rolled, lengths
+from records import Group, Metrics, PreparedRow, Rewards, Rolled
 
 COLUMNS = ("adv_C", "ref_logp_C", "old_logp_C", "factor_C")  # of a prepared row
 
 
-class Narrow(Weights):
-    """Weights in the dtype that is computed in."""
-
-    def adapt(self, model: Decoder, dtype: torch.dtype) -> None:
-        model.to(dtype)
-
-
 def inputs(cfg: Config, hashes: dict[str, str]) -> dict[str, str]:
     """Identify the teacher's weights."""
-    source = find_model(cfg.teacher.path, setting="teacher.path")
-    return hashes | {"teacher.path (weights)": hash_weights(weight_files(source))}
+    files = weight_files(find_model(cfg.teacher.path, setting="teacher.path"))
+    return hashes | {"teacher.path (weights)": hash_weights(files)}
 
 
 def require_same_tokens(student: Tokenizer, source: Path) -> None:
@@ -69,7 +61,7 @@ def parts(cfg: Config, run: Any) -> Any:
     learner, source = run.learner, find_model(cfg.teacher.path, setting="teacher.path")
     require_same_tokens(run.task.tokenizer, source)
     check_positions(source, cfg.longest, "data.max_prompt_tokens and rollout.max_new_tokens")
-    model = load_sharded(cfg, source, learner.device, learner.dtype, Narrow()).requires_grad_(False)
+    model = load_sharded(cfg, source, learner.device, learner.dtype, Weights(), frozen=True)
     known, own = model.shape.vocab_size, learner.policy.shape.vocab_size
     if known < own:
         raise ConfigError(f"teacher.path={source} has {known} embeddings and must have the student's {own}, "
@@ -100,7 +92,7 @@ class Teacher:
                ) -> list[PreparedRow]:
         """Put the advantages of all tokens into prepared rows, and draw those that the student passes."""
         own_NG = self.settings.reward * group_norm(minibatch.reward_NG, 1, 1e-4)
-        bound, changed = self.settings.bound or math.inf, []
+        bound, changed = self.settings.bound or torch.inf, []
         with self.clock.phase("teacher"):
             for given in prepared:
                 row = given.row
@@ -140,8 +132,7 @@ class Teacher:
         self.sums.clear()
         if not total:
             return {}
-        groups = [group for group in rolled.groups if group.offered]
-        offered = lengths(groups, rolled.adv_NG.shape[1]).sum().item()
+        offered = sum(sample.trained for group in rolled.groups for sample in group.samples if group.offered)
         drawn = {"teacher/error": total["error"] / total["draws"]} if "draws" in total else {}
         return drawn | {"teacher/tokens": int(total["read"]), "teacher/share": total["scored"] / offered,
                 "teacher/kl": -total["gap"] / total["weight"],

@@ -35,6 +35,8 @@ SECOND = [  # of a second draw
     "loss.entropy=0.0: it has no part in the size that completions are drawn by",
 ]
 REQUIRES = {
+    "rollout.group_size=1": ["advantage.reward=0.0: there is nothing to compare a reward with"],
+    "teacher.path": ["advantage.kind=distill: nothing else reads a teacher"],
     "advantage.reward": ["prune.truncated=false: cut completions would be left out of their group's mean"],
     "teacher.keep": ["teacher.error=null: teacher.keep is in its place", *SECOND],
     "teacher.error": SECOND,
@@ -48,11 +50,7 @@ REQUIRES = {
 
 def rules(cfg: Any) -> Iterator[Rule]:
     """Yield the rules that no table states."""
-    yield ("advantage.kind", cfg.advantage.kind == "distill",
-           "distill with a section `teacher`, or leave that out")
-    yield ("advantage.reward", not cfg.advantage.reward or cfg.rollout.group_size > 1,
-           "0 with rollout.group_size=1: there is nothing to compare a reward with")
-    yield "teacher.path", cfg.teacher.path is not None, "the folder or hub name of a model"
+    yield "teacher.path", cfg.teacher.path, "the folder or hub name of a model"
     most = getattr(cfg.prune.completions, "keep", None) or cfg.rollout.group_size
     yield ("teacher.keep", (cfg.teacher.keep or 0) <= most,
            f"at most {most}, the completions per group that the teacher reads")

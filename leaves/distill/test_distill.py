@@ -165,7 +165,7 @@ def test_what_a_teacher_takes_is_counted_and_what_it_cannot_go_with_is_refused(c
             ("opd", "teacher.keep=3", "teacher.keep=3 must be at most 2, the completions per group that the"),
             ("opd", "prune.completions={kind: topk, keep: 2}", "prune.completions.kind=topk must be none or pps"),
             ("grpo", "advantage.kind=distill", "teacher.path=None must be the folder or hub name of a model"),
-            ("grpo", f"teacher.path={TEACHER}", "advantage.kind=group_norm must be distill with a section `teacher`")):
+            ("grpo", f"teacher.path={TEACHER}", "advantage.kind=group_norm must be distill with teacher")):
         with pytest.raises(ConfigError, match=said):
             config.load(f"{name}_toy.yaml", [setting])
     assert command(train, "--config", "opd_math.yaml", "--fit", "--memory", "79", "--gpus", "8") == 0

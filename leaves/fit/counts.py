@@ -33,8 +33,7 @@ def find_shape(path: str, setting: str = "model.path") -> Shape:
 def phases(cfg: Config, shape: Shape, ranks: int) -> dict[str, Parts]:
     """Count what is in use on one rank in each phase of a step; the config has nothing left to `auto`.
 
-    Weights, their gradients and moments are float32; frozen weights under an adapter are in the dtype that is
-    computed in.
+    Weights, their gradients and moments are float32; frozen ones are in the dtype that is computed in.
     """
     lora, sampling = adapter(cfg), sampling_parts(cfg, shape)
     count, frozen = trained(shape, lora), parameters(shape) if lora else 0
@@ -44,7 +43,7 @@ def phases(cfg: Config, shape: Shape, ranks: int) -> dict[str, Parts]:
     held = {
         "weights": weights // ranks,
         "moments": moments // ranks,
-        "reference": weights // ranks * (has_reference(cfg) and not lora),
+        "reference": element_size(cfg) * count // ranks * (has_reference(cfg) and not lora),
         "critic and its moments": (weights + moments) // ranks * (cfg.advantage.kind == "gae"),
     }
     if teacher := getattr(getattr(cfg, "teacher", None), "path", None):
