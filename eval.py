@@ -5,7 +5,7 @@
     python eval.py --model RUN/hf --config RUN/config.yaml      # as the run itself does it; or a checkpoint
 
 --set changes settings as in training: eval.n, eval.temperature, eval.max_new_tokens, rollout.slots, ...
-train.py calls the same functions. With --out the responses are kept as they come, and an interrupted
+train.py calls the same functions. With --out the responses are kept in portions, and an interrupted
 evaluation continues from them. Files of results are in infra/results.py. `make eval.pyz` puts all that this
 needs into one file.
 """
@@ -213,7 +213,7 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, star
         head = dist.on_first(results.describe_result, cfg, args.seed, spec, tokenizer, sets)
         if finished := results.read_finished(out, head):
             return finished
-        store = results.Store(out, head, ROUNDS_BETWEEN_WRITES * cfg.rollout.slots * dist.world_size())
+        store = results.Store(out, head, ROUNDS_BETWEEN_WRITES * spec.slots * dist.world_size())
     engine = start_or_keep(started, engine_name, spec, cfg.model.path)
     engine, _ = leaves.through("engine", cfg, (engine, tokenizer))
     engine.sync(load_policy(spec.folder, spec.dtype))

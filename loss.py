@@ -196,7 +196,7 @@ def has_token_weights(loss: Loss) -> bool:
 
 def weigh(rows: Sequence[Row], logp: Sequence[Tensor], entropy: Sequence[Tensor | None], loss: Loss,
           ) -> list[Tensor]:
-    """Weigh tokens by the policy before the update: the place for token weights of your own.
+    """Weigh tokens by the policy before the update, if `has_token_weights`: the place for your own.
 
     Args:    rows           of this rank, of one mini-batch
              logp, entropy  of each row's tokens in nats, [C]; no entropy unless loss.entropy asks for it

@@ -40,7 +40,7 @@ class VLLMEngine:
     def __init__(self, spec: EngineSpec):
         if dist.world_size() % spec.tensor_parallel:
             raise ConfigError(f"rollout.tensor_parallel={spec.tensor_parallel} must divide "
-                              f"{dist.world_size()}, the number of processes")
+                              f"{dist.world_size()}, the number of processes; set 1, or start more")
         self.eos_ids = spec.eos_ids
         self.tensor_parallel = spec.tensor_parallel
         self.stops = list(spec.stops.texts) if spec.stops else []

@@ -46,10 +46,10 @@ def resolve_auto(cfg: Config, source: Path, saved: dict | None = None) -> Config
     for line in choice.remarks:
         dist.say(line)
     was = [f"{key}={saved[key]}" for key, value in chosen.items()
-           if key not in ("device", "rollout.sleep") and saved.get(key, value) != value]
+           if key != "rollout.sleep" and saved.get(key, value) != value]
     if was:
         dist.say(f"from here on not the same run bit for bit: {', '.join(was)} before, "
-                 "which cannot run here")
+                 "which is not the choice here")
     return decided
 
 

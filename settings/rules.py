@@ -40,6 +40,7 @@ ONLY_WITH = {
         "reward.custom_workers",
     ],
 }
+UNBIASED = "bernoulli or pps"  # kinds of prune.completions and prune.prompts that weigh for chance
 SKIPPED = ("with loss.denominator=all a mean over all tokens needs the lengths of completions that a skipped "
            "prompt never got")
 # A choice -> other settings, each with the values that it may have then, and why.
@@ -71,18 +72,19 @@ REQUIRES = {
         "advantage.kind=group_norm, centred or leave_one_out: only these compare a group with itself",
     ],
     "update.epochs=1": ["update.redraw=false: there is no second draw"],
+    "update.rate_by_ess=true": ["prune.tokens.kind=none: its ratios are over all tokens"],
     "update.redraw=true without prune.tokens.kind=prefix": [
-        "prune.completions.kind=bernoulli or pps: without chance every draw is the same",
+        f"prune.completions.kind={UNBIASED}: without chance every draw is the same",
     ],
     "rollout.until=full": ["prune.tokens.kind=none: pack.budget counts whole completions"],
-    "prune.completions.kind=bernoulli or pps": [
+    f"prune.completions.kind={UNBIASED}": [
         "loss.denominator=all: its weights restore the full batch, not a mean over the kept",
     ],
-    "prune.prompts.kind=bernoulli or pps": [
+    f"prune.prompts.kind={UNBIASED}": [
         "loss.denominator=all: its weights restore the full batch, not a mean over the kept",
         "rollout.until=offered or full: a prompt that is replaced must not be weighed for too",
     ],
-    ("prune.prompts.kind=bernoulli, pps or rank without loss.denominator=kept "
+    (f"prune.prompts.kind={UNBIASED} or rank without loss.denominator=kept "
      "without rollout.until=informative"): [
         f"loss.normalize=sequence, constant or sum: {SKIPPED}",
         f"loss.likelihood=0.0: {SKIPPED}",

@@ -285,8 +285,8 @@ def test_the_tables_of_rules_name_real_settings_and_their_values():
     words |= {key: get_args(kind) + ("true", "false") * (bool in (kind, *get_args(kind)))
               for key, kind in LEAVES.items()}
     words |= {f"{path}.kind": tuple(options) for path, options in UNIONS.items()}
-    words |= {"rollout.group_size": ("1",), "loss.likelihood": ("0.0",), "loss.entropy": ("0.0",),
-              "update.epochs": ("1",), "advantage.lam": ("0.95",)}
+    words |= dict.fromkeys(["loss.likelihood", "loss.entropy", "advantage.reward"], ("0.0",))
+    words |= {"rollout.group_size": ("1",), "update.epochs": ("1",), "advantage.lam": ("0.95",)}
     for table in (rules, *map(settings_of, TABLE)):
         only_with, requires = getattr(table, "ONLY_WITH", {}), getattr(table, "REQUIRES", {})
         demands = [entry.partition(": ")[0] for required in requires.values() for entry in required]

@@ -152,7 +152,7 @@ def test_what_cannot_be_taken_again_is_said(tmp_path, monkeypatch, capsys):
     folder, cfg = shapes.write_config("1.5B", tmp_path), load("cppo_gsm8k", "device=cpu", "pack.capacity=16384")
     monkeypatch.setattr(Machine, "here", staticmethod(lambda device: gpu(20, 8)))
     choices.resolve_auto(cfg, folder, {"model.checkpoint_blocks": "none", "rollout.sleep": "never"})
-    assert ("from here on not the same run bit for bit: model.checkpoint_blocks=none before, which cannot run here"
+    assert ("from here on not the same run bit for bit: model.checkpoint_blocks=none before, which is not the choice here"
             in capsys.readouterr().out.splitlines())
 
 
