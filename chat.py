@@ -22,10 +22,10 @@ import config
 from config import Config, ConfigError
 from eval import find_loader, load_sets
 from infra import dist
-from infra.checkpoint import step_folders
+from infra.checkpoint import newest_checkpoints
 from infra.device import engine_spec, find_device, fit_engine
 from infra.signals import exit_status
-from infra.tokenizer import as_messages, load_tokenizer
+from infra.tokenizer import as_messages
 from infra.weights import read_shape
 from records import Prompt, Request
 from rollout import start_engine
@@ -43,9 +43,8 @@ class Conversation:
         """Load the model of a config. Raises ConfigError."""
         self.cfg = cfg
         device = dist.init(find_device(cfg.device))
-        folder, load_policy = find_loader(cfg.model.path)
-        self.tokenizer = load_tokenizer(cfg, folder)
-        self.longest = min(read_shape(folder).max_positions, cfg.own_longest or CONTEXT)
+        self.tokenizer, load_policy = find_loader(cfg)
+        self.longest = min(read_shape(self.tokenizer.folder).max_positions, cfg.own_longest or CONTEXT)
         spec = replace(engine_spec(cfg, device, self.tokenizer, self.longest), slots=1)
         kind, spec = fit_engine(cfg.rollout.engine, spec)
         self.engine, _ = leaves.through("engine", cfg, (start_engine(kind, spec), self.tokenizer))
@@ -99,7 +98,7 @@ def open_config(target: str, names: list[str] | None, overrides: list[str]) -> C
     ConfigError."""
     run = user_path(target)
     if (run / "config.yaml").is_file():
-        policies = [run / "hf", *step_folders(run / "checkpoints")]
+        policies = [run / "hf", *newest_checkpoints(run / "checkpoints")[:1]]
         if not policies[-1].is_dir():
             raise ConfigError(f"{run} has neither an export nor a checkpoint yet (checkpoint.every)")
         names, target = names or run / "config.yaml", str(policies[-1])

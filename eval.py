@@ -156,13 +156,14 @@ def grade_responses(answers: list[tuple[Sequence[str], Prompt, int]], held_out: 
 
 # ---- the command
 
-def find_loader(path: str) -> tuple[Path, Callable]:
-    """Find the folder of a model, or of the one that a checkpoint's run began with, and the function that
-    loads a policy from it, of a folder and a dtype."""
+def find_loader(cfg: Config) -> tuple[Tokenizer, Callable]:
+    """Load the tokenizer of a model, or of the one that a checkpoint's run began with, and find the function
+    that loads a policy, of a folder and a dtype."""
     from infra.checkpoint import original_model
     from policy import weights_of
 
-    return find_model(original_model(path)), partial(weights_of(path).policy, path)
+    path = cfg.model.path
+    return load_tokenizer(cfg, find_model(original_model(path))), partial(weights_of(path).policy, path)
 
 
 def name_changed_files(cfg: Config, names: list[str], tokenizer: Tokenizer) -> None:
@@ -192,18 +193,18 @@ def start_or_keep(started: list, name: str, spec: EngineSpec, model: str) -> Eng
 def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, started: list) -> dict:
     """Evaluate the model of a config; responses that `out` holds already are not sampled again."""
     device = dist.init(find_device(cfg.device))
-    folder, load_policy = find_loader(cfg.model.path)
-    tokenizer = load_tokenizer(cfg, folder)
+    tokenizer, load_policy = find_loader(cfg)
     sets = [s.first(cfg.eval.limit) for s in load_sets(cfg, tokenizer)]
     if cfg.reward.custom_file:
         from reward import own_rewards
 
         own_rewards().try_functions(cfg.reward, *(s.problems for s in sets if s.reward))
-    leaves.through("task", cfg, Task(folder, tokenizer, sets=sets))
+    leaves.through("task", cfg, Task(tokenizer.folder, tokenizer, sets=sets))
     name_changed_files(cfg, args.config, tokenizer)
     longest = cfg.own_longest or cfg.eval.max_new_tokens + max(
         len(prompt.ids) for s in sets for prompt in s.prompts)
-    check_positions(folder, longest, "the prompts and eval.max_new_tokens (or environment.max_context)")
+    check_positions(
+        tokenizer.folder, longest, "the prompts and eval.max_new_tokens (or environment.max_context)")
     engine_name, spec = fit_engine(cfg.rollout.engine, engine_spec(cfg, device, tokenizer, longest))
     cfg = config.with_value(cfg, "rollout.engine", engine_name)
     head = store = None

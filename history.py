@@ -95,8 +95,8 @@ class PromptHistory:
     def recall(self, lines: list[dict]) -> list[PromptDraw]:
         """Return the draws that lines of decisions.jsonl name. Raises KeyError for an unknown prompt."""
         numbers = {prompt.id: k for k, prompt in enumerate(self.prompts)}
-        return [PromptDraw(self.prompts[numbers[line["id"]]], line["epoch"], line["prob"], line["weight"],
-                           numbers[line["id"]]) for line in lines]
+        return [PromptDraw(self.prompts[k], line["epoch"], line["prob"], line["weight"], k)
+                for line in lines for k in [numbers[line["id"]]]]
 
     def rollout_prob(self, numbers: list[int]) -> Tensor:
         """Compute the probability of a rollout of the prompts with these numbers, [K]."""

@@ -31,6 +31,7 @@ from pack import Minibatch, build_row, pack
 from policy import Weights, weights_of
 from records import Batch, Rolled, Row, frozen
 from settings import kinds
+from settings.loader import in_short
 from settings.paths import user_path
 
 
@@ -98,13 +99,12 @@ def out_of_memory(rows: list[Row], least: int, error: torch.OutOfMemoryError) ->
     A row must hold one whole sequence, so no smaller pack.capacity than `least` is named, Learner.longest.
     """
     longest = max(len(row.ids_T) for row in rows)
-    why = str(error).partition("\n")[0]
     smaller = max(longest // 2, least)
     shorter = f"--set pack.capacity={smaller}, or " if smaller < longest else ""
     return ConfigError(
         f"out of memory in an update with rows of up to {longest} tokens on rank {dist.rank()}: go on "
         f"with --resume auto and {shorter}--set model.checkpoint_blocks=all or "
-        f"rollout.sleep=always (vLLM) or optim.offload=true (CUDA), or on more ranks ({why})")
+        f"rollout.sleep=always (vLLM) or optim.offload=true (CUDA), or on more ranks ({in_short(error)})")
 
 
 def build_learner(cfg: Config, source: Path, device: torch.device, weights: Weights) -> Learner:
@@ -231,14 +231,15 @@ def main() -> int:
 
 def export_checkpoint(step: Path, out: Path) -> None:
     """Write the policy of a checkpoint as new Hugging Face folders. Raises ConfigError."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out} is a file, or a folder with something in it; name a new one")
+    for folder in (out, out.with_name(f"{out.name}_adapter")):  # an adapter's is beside it
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(f"--out {folder} is a file, or a folder with something in it; name a new one")
     require_whole(step)
     source = find_model(original_model(step))
     dist.init("cpu")
     weights = weights_of(step)
     model = weights.policy(step, source, torch.float32)
-    weights.export(model, source, out, texts_of_run(step.parents[1], source))
+    weights.export(model, source, out, texts_of_run(step.absolute().parents[1], source))
 
 
 def texts_of_run(run: Path, source: Path) -> dict[str, str]:

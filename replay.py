@@ -100,14 +100,15 @@ def run_before(folder: Path, step: int, cfg: Config) -> Iterator[Run]:
 
 def link_run(folder: Path, step: int, cfg: Config) -> Config:
     """Fill the folder of a config with links to a run's small files and to the checkpoint before a step."""
-    there, names = Path(cfg.out), {*runfolder.COPIES.values(), runfolder.SOFT_VALUES}
+    there, names = Path(cfg.out), {*runfolder.COPIES.values(), runfolder.SOFT_VALUES, "env.json"}
+    names |= {str(path.relative_to(folder)) for path in folder.glob("**/*.py")}  # modules that they import
     (there / "config.yaml").write_text(config.dump(cfg))
-    (there / "checkpoints").mkdir()
     if step > 1:
         names |= {*runfolder.LOGS, *(path.name for path in runfolder.evaluations(folder).values())}
         names.add(f"checkpoints/step_{step - 1:06d}")
     for name in names:  # each is replaced before it is written
         if (folder / name).exists():
+            (there / name).parent.mkdir(parents=True, exist_ok=True)
             (there / name).symlink_to((folder / name).resolve())
     return cfg
 

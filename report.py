@@ -83,8 +83,8 @@ def describe_progress(run: LoggedRun) -> list[str]:
     said, total = [], run.settings["steps"]
     if run.state["state"] == "running" and run.steps_done:
         spent = sum(line.get("time/step", 0) + line.get("time/eval", 0) for line in run.lines)
-        left = timedelta(seconds=round(spent / run.steps_done * (total - run.steps_done)))
-        said.append(f"about {left} left" if run.steps_done < total else "saving")
+        left = round(spent / run.steps_done * (total - run.steps_done))
+        said.append(f"about {timedelta(seconds=left)} left" if run.steps_done < total else "saving")
     for line in run.evals[-1:]:
         said += [f"{score} {score_cell(line, score)} at step {line['step']}" for score in scores_of([line])]
     return said

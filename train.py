@@ -211,7 +211,8 @@ def prepare(cfg: Config, resume: Resume) -> Run:
         ready = checks.before_run(cfg, checks.Ready(decided, learner, bare_engine, task))
         checks.require_checks(ready.checks)
         dist.barrier()  # every rank has looked at the folder before one writes into it
-        log.create(cfg, resume, learner.device, list_choices(cfg, decided), files)
+        log.create(cfg, resume, learner.device, {"chosen": list_choices(cfg, decided), "inputs": inputs},
+                   files)
     else:
         checkpoints.load(path)
         history.restore(saved["history"])
@@ -303,20 +304,16 @@ def before_steps(run: Run) -> Parts:
 
 def main() -> int:
     args = commands.of_train(__doc__)
-    if args.settings is not None:
-        return exit_status(partial(show_settings, args.settings))
     return exit_status(
         partial(run_command, args), lambda: how_to_go_on(Path(config.load(args.config, args.set).out)))
 
 
-def show_settings(section: str) -> None:
-    from leaves.page.show import describe_settings
-
-    print(describe_settings(section))
-
-
 def run_command(args: argparse.Namespace) -> int | None:
     """Run the command line; returns the exit status."""
+    if args.settings is not None:
+        from leaves.page.show import describe_settings
+
+        return print(describe_settings(args.settings))
     cfg = config.load(args.config, args.set)
     if args.show:
         from leaves.page.show import resolved

@@ -3,7 +3,7 @@
     python bench/gpu.py [--shapes 0.5B,1.5B] [--parts updates,step] [--out results.jsonl]
 
 Are the kernels right? How fast are updates, rollouts and whole steps of models of these shapes, with random
-weights, and does leaves/fit count right what they take? PARTS lists the cheapest and most telling first, and
+weights, and does leaves/fit count right what they take? PARTS lists what is likeliest to fail first, and
 gpu_parts.py does them; what needs vLLM where that is installed.
 
 Each part is a process with a limit of its own, so one that crashes, hangs or runs out of memory ends alone.
@@ -70,7 +70,7 @@ PARTS = {
     "vllm_tensor_parallel": Part(f"{CHECK}, one engine of vLLM's over 2 ranks", 240,
                                  "ranks that hold one engine together agree", ALONE, by_shape=False,
                                  needs="vllm", ranks=2),
-    "updates": Part("Updates on groups of 16 completions, AdamW included; GiB counted are preflight's", 130,
+    "updates": Part("Updates on groups of 16 completions, AdamW included; GiB counted are --fit's", 130,
                     "its table has what updates take", "lower pack.capacity"),
     "step": Part("A whole step, seconds by phase, embedded engine; MFU is that of the update", 90,
                  "its table has the seconds of a step", "lower pack.capacity"),

@@ -146,8 +146,7 @@ def main() -> None:
     options.add_argument("--hostile", type=int, default=100_000, help="how many texts")
     args = options.parse_args()
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    rates = {mix: speed(mix, args.rounds) for mix in MIXES}
-    print_json("grade", speed=rates, hostile=hostile(args.hostile))
+    print_json("grade", speed={mix: speed(mix, args.rounds) for mix in MIXES}, hostile=hostile(args.hostile))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from infra import dist
 from learner import Learner
 from leaves.page.tables import half_width
 from prune import COMPLETIONS, PROMPTS, Candidates, Memory, keep_all, pps, similar_order
-from records import Batch, Group, PromptDraw, Pruned, Rewards
+from records import Batch, Group, Pruned, Rewards
 from settings import kinds, leaves
 from settings.kinds import Completions, Pps, Prompts, TopK
 from update import add_gradient, make_minibatch, prepare_rows
@@ -242,18 +242,20 @@ def repeated(scene: Scene) -> float:
     by the inner products between different groups, whose noise is independent."""
     N, G = scene.candidates.adv_NG.shape
     between_NN = scene.product.view(N, G, N, G).sum(dim=(1, 3))
-    pairs = between_NN.sum() - between_NN.trace()
-    return (pairs * N / (N - 1) / between_NN.sum()).item()
+    return ((between_NN.sum() - between_NN.trace()) * N / (N - 1) / between_NN.sum()).item()
 
 
-def look(parts: train.Parts, draws: list[PromptDraw], cfg: config.Config) -> Scene:
-    """Roll prompts out twice: the first time to prune them by, the second to measure."""
-    learner, sampler = parts.learner, parts.sampler
+def look(parts: train.Parts, prompts: int, cfg: config.Config) -> Scene:
+    """Roll prompts out twice: the first time to prune them by, the second to measure. Others are drawn if no
+    completion has a gradient."""
+    learner, sampler, draws = parts.learner, parts.sampler, parts.history.draw(prompts)
     groups = sampler.rollout([replace(draw, epoch=draw.epoch + 1000) for draw in draws])
     last_N = parts.advantage(groups, sampler.score(groups), cfg.advantage).abs().mean(dim=1)
     groups = sampler.rollout(draws)
     rewards = sampler.score(groups)
     adv_NG = parts.advantage(groups, rewards, cfg.advantage)
+    if not adv_NG.any():
+        return look(parts, prompts, cfg)
     candidates = Candidates(
         adv_NG, groups, cfg.loss.normalize, advantage_only=True, seed=0, reward_NG=rewards.total_NG)
     return Scene(candidates, rewards, last_N, inner_products(learner, groups, adv_NG),
@@ -277,7 +279,7 @@ def after_training(task: str, steps: int, out: Path) -> tuple[dict[str, dict], l
     by_arm = {name: {budget: [] for budget in BUDGETS} for name in arms}
     signal, by_error = [], {error: [] for error in ERRORS}
     for i in range(rollouts):
-        scene = look(parts, history.draw(prompts), cfg)
+        scene = look(parts, prompts, cfg)
         signal.append(repeated(scene))
         for error, of_rollouts in by_error.items():
             of_rollouts.append(errors("", BY_ERROR, scene, error))

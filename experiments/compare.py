@@ -22,8 +22,8 @@ from toy_tasks import write
 from tqdm import tqdm
 
 import config
+from infra.lines import phase_seconds
 from leaves.page.runs import COSTS, format_value
-from leaves.page.summary import phase_seconds
 
 PROMPTS = "prune.prompts={kind: bernoulli, drop_prob: 0.5}"
 COMPLETIONS = "prune.completions={kind: bernoulli, drop_prob: 0.5}"

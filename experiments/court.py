@@ -5,7 +5,7 @@
     python experiments/court.py --train grpo,pps       # those of some arms
     python experiments/court.py --method my_method.py  # a method of yours against the kept arms
 
-docs/court.md has the claims, written down before any run. Every run is a difference from
+docs/court.md has the claims, written down before most runs. Every run is a difference from
 experiments/long_sums.yaml. An arm's learning rate is the best of a grid on the validation split.
 
 With --method, a file as try_method.py takes it is tried in the same way: three or four rates on the

@@ -188,8 +188,7 @@ def together(first: Steps, second: Steps) -> Steps:
 def one_group(problem: Problem, behind: str, q: int, size: int, width: int) -> Steps:
     """Go through all groups of `size` completions of a prompt, padded to `width`."""
     chance_K = problem.sampled[behind][q].sum(dim=1).exp()
-    every = torch.arange(len(chance_K))
-    id_SG = torch.cartesian_prod(*[every] * size)
+    id_SG = torch.cartesian_prod(*[torch.arange(len(chance_K))] * size)
     S = len(id_SG)
     padded_SG = torch.nn.functional.pad(id_SG, (0, width - size))
     there_S1G = (torch.arange(width) < size).expand(S, 1, width)

@@ -17,8 +17,8 @@ from kept_runs import ROOT, experiment_status, parser, table, train_once
 from tqdm import tqdm
 
 import report
-from infra.lines import is_evaluation, read_metrics
-from leaves.page.summary import phase_seconds, score_cell, scores_of
+from infra.lines import is_evaluation, phase_seconds, read_metrics
+from leaves.page.summary import score_cell, scores_of
 
 CONFIG = "experiments/gpu_hour.yaml"
 METHODS = {

@@ -283,8 +283,7 @@ def cpu_share(record: Record) -> float:
 @cache
 def curve(record: Record) -> Curve:
     """Read a run's curve. Seconds are those of its steps on the wall, times the share of CPU seconds."""
-    settings = record.about["settings"]
-    run = LoggedRun(RESULTS, settings, {}, record.lines)
+    run = LoggedRun(RESULTS, record.about["settings"], {}, record.lines)
     step_E = [line["step"] for line in run.evals]
     spent = {cost: run.spent(cost, step_E) for cost in COSTS}
     spent["seconds"] = spent["seconds"] * cpu_share(record)
@@ -299,8 +298,7 @@ def area(x_E: np.ndarray, y_E: np.ndarray, low: float, high: float) -> float:
 
     area([0, 2], [10, 30], 0, 1) = 15, the mean of 10 and 20.
     """
-    inside_E = (x_E > low) & (x_E < high)
-    x = np.array([low, *x_E[inside_E], high])
+    x = np.array([low, *x_E[(x_E > low) & (x_E < high)], high])
     return float(np.trapezoid(np.interp(x, x_E, y_E), x) / (high - low))
 
 

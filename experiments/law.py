@@ -77,18 +77,23 @@ def worths(pairs: list[tuple[Record, Record]]) -> list[str]:
 
 
 def law_rows(kept: dict[str, Record]) -> list[list[str]]:
-    """Tabulate each arm's error, and what its steps are worth in steps of keeping all at the same rate."""
+    """Tabulate each arm's error, and what its steps are worth in steps of another arm: of keeping all at the
+    same rate; of fewer prompts in those of keep 2; and of both at the rates of their best mean accuracy."""
     rows = []
     of_place = {place: [kept.get(run_of(*place, seed).name) for seed in SEEDS] for place in THE_LAW}
-    for (rate, name), records in of_place.items():
-        whole = of_place[rate, WHOLE if rate in RATES else f"sgd, {WHOLE}"]
-        pairs = [pair for pair in zip(records, whole, strict=True) if None not in pair]
+    best = {name: max(RATES, key=lambda rate, name=name: np.mean(
+        [curve(one).accuracy_E for one in of_place[rate, name] if one] or 0)) for name in [*ARMS][:5]}
+    compared = [(place, (place[0], WHOLE if place[0] in RATES else f"sgd, {WHOLE}")) for place in THE_LAW]
+    compared += [((RATES[0], f"{count} prompts"), (RATES[0], "keep 2")) for count in (3, 4)]
+    compared += [((best[name], name), (best[WHOLE], WHOLE)) for name in best]
+    for place, other in compared:
+        pairs = [pair for pair in zip(of_place[place], of_place[other], strict=True) if None not in pair]
         if len(pairs) < 2:
             continue
         error = mean_error([one for one, _ in pairs])
         last = np.mean([curve(one).accuracy_E[-1] for one, _ in pairs])
         figures = len(pairs), error, (1 + error) ** -0.5, 1 / (1 + error), last
-        rows.append([rate, name, *(f"{number:.3g}" for number in figures), *worths(pairs)])
+        rows.append([*place, *(f"{x:.3g}" for x in figures), " ".join(other), *worths(pairs)])
     return rows
 
 
@@ -111,8 +116,8 @@ def experiment() -> None:
     plug_in(load(find_method("sgd")))
     keep_all(runs(), RESULTS)
     kept = read(RESULTS)
-    law = "rate, arm, runs, e, (1 + e)^-1/2, (1 + e)^-1, last %, worth in steps, in seconds".split(", ")
-    print(*table(law, law_rows(kept)), "", sep="\n")
+    law = "rate, arm, runs, e, (1 + e)^-1/2, (1 + e)^-1, last %, beside, worth in steps, in seconds"
+    print(*table(law.split(", "), law_rows(kept)), "", sep="\n")
     equal = "testbed, arm, rate, runs, e, area over seconds, worth in steps, in seconds".split(", ")
     print(*table(equal, seconds_rows(kept)), sep="\n")
 

@@ -1,6 +1,6 @@
 """1 for the right number in a box, 0.5 for it as the last number of the text, else 0.
 
-A reward for the box alone was learnt at once, and unlearnt computing (docs/experiments.md).
+A reward for the box alone was learnt at once, and unlearnt computing.
 """
 
 import re

@@ -67,7 +67,7 @@ class Checkpoints:
                  seal: Callable[[], dict] = dict):
         self.folder, self.keep, self.roles = folder, keep, roles
         self.seal = seal  # flushes the logs, and returns what extra.pt has of them (RunLog.seal)
-        self.groups = {name: dist.background_group() for name in roles}
+        self.groups = {name: torch.distributed.new_group(backend="gloo") for name in roles}
         cuda = device.type == "cuda"
         # One stager for all saves, so that its buffers in the host's memory are made once.
         self.stager = DefaultStager(StagingOptions(use_pinned_memory=cuda, use_shared_memory=False,
@@ -260,7 +260,7 @@ def step_of(path: Path) -> int:
 
 def how_to_go_on(run: Path) -> str:
     """Say how a run goes on that has ended before its time."""
-    if newest := step_folders(run / "checkpoints")[-1:]:
+    if newest := newest_checkpoints(run / "checkpoints")[:1]:
         return f"--resume auto goes on from the newest checkpoint, {newest[0].name}"
     return "--resume auto begins it again, since no checkpoint is there"
 

@@ -126,7 +126,7 @@ def sequences_asked(cfg: Config, ranks: int) -> int:
     """Count the most sequences that one engine is asked for at once, by a step or by an evaluation, or MANY
     if that is not known without the data."""
     sampling, limit = cfg.rollout, cfg.eval.limit or MANY
-    prompts = sampling.prompts_per_step
+    prompts = int(sampling.prompts_per_step * getattr(getattr(cfg, "windows", None), "in_flight", 1))
     if sampling.until == "informative":
         prompts = int(sampling.oversample * prompts)
     most = prompts * max(sampling.group_size, cfg.labels.chunk)

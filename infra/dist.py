@@ -57,11 +57,6 @@ def is_lost(error: BaseException) -> bool:
     return isinstance(error, td.DistError) or "gloo" in str(error)
 
 
-def background_group() -> td.ProcessGroup:
-    """Make a group of all ranks for a background thread, apart from the main thread's collectives."""
-    return td.new_group(backend="gloo")
-
-
 def is_first() -> bool:
     """Tell whether this is rank 0, which prints and writes for all."""
     return rank() == 0
@@ -93,7 +88,7 @@ def on_first(function: Callable, *given: object) -> Any:
 
 
 def shard(model: nn.Module, blocks: Iterable[nn.Module], device: torch.device, dtype: torch.dtype,
-          offload: bool = False) -> None:
+          offload: bool) -> None:
     """Spread the weights over the ranks (FSDP2); a block's are gathered, in `dtype`, only while it computes.
 
     Gradients are summed over the ranks, in the weights' own dtype: the loss is a sum, so nothing is divided.

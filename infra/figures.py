@@ -84,10 +84,13 @@ def mean_reward(responses: list[dict]) -> float | None:
 
 # ---- tables
 
+def format_score(value: float, kind: str) -> str:
+    return f"{value:.1%}" if kind.endswith("accuracy") else f"{value:.3f}"
+
+
 def score_text(figures: dict, kind: str) -> str:
     """Write the accuracy or the reward of an evaluation with its 95% interval."""
-    value, *ends = (f"{figures[key]:.1%}" if kind == "accuracy" else f"{figures[key]:.3f}"
-                    for key in (kind, *SCORES[kind]))
+    value, *ends = (format_score(figures[key], kind) for key in (kind, *SCORES[kind]))
     return f"{'reward ' * (kind == 'reward')}{value} [{', '.join(ends)}]"
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -70,6 +71,16 @@ def read_metrics(path: Path) -> list[LogLine]:
                 raise ConfigError(f"{line.place}: {key!r} is {SHORT.repr(value)} and must be a number, or a "
                                   f"whole one for a step; {DAMAGED}")
     return lines
+
+
+def phase_seconds(lines: list[dict]) -> dict[str, float]:
+    """Add up the seconds of each phase over the lines of a metrics log, in the order of the phases there."""
+    seconds = Counter()
+    for line in lines:
+        for key, value in line.items():
+            if key.startswith("time/"):
+                seconds[key.removeprefix("time/")] += value or 0.0
+    return seconds
 
 
 def is_evaluation(line: dict) -> bool:

@@ -1,4 +1,4 @@
-"""Store evaluations on disk: responses as they come, and the result once it is complete (eval.py --out).
+"""Store evaluations on disk: responses in portions, and the result once it is complete (eval.py --out).
 
     results.json            {"head": ..., "results": {set: its summary}}, written by eval.py
     results.json.partial    a line with the head, then the responses so far; gone when the result is written
@@ -33,7 +33,7 @@ GRADED_BY = ("math-verify", "latex2sympy2_extended", "antlr4-python3-runtime", "
 
 
 class Store:
-    """Keep the responses of an evaluation as they come. Rank 0 writes them; all ranks know them.
+    """Keep the responses of an evaluation. Rank 0 writes them; all ranks know them.
 
     Raises ConfigError if the responses in the file were made with other settings.
     """

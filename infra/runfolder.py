@@ -39,6 +39,7 @@ from infra.terminal import print_progress
 from infra.tokenizer import Tokenizer
 from records import Metrics
 from settings import leaves
+from settings.loader import read_json
 from settings.paths import REPOSITORY, user_path
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
@@ -317,11 +318,11 @@ class RunLog:
             self.held.release()
             self.held = None
 
-    def create(self, cfg: Config, resume: Resume, device: torch.device, chosen: dict, texts: Texts) -> None:
+    def create(self, cfg: Config, resume: Resume, device: torch.device, noted: dict, texts: Texts) -> None:
         """Write config.yaml, env.json and the files of COPIES, and begin the logs anew.
 
-        `chosen` comes from choices.list_choices, `texts` from the files of COPIES. Raises ConfigError if
-        another run has used the folder since it was claimed.
+        `noted` has "chosen" of choices.list_choices and "inputs", hashes; `texts` is of COPIES. Raises
+        ConfigError if another run has used the folder since it was claimed.
         """
         if self.folder is None:
             return
@@ -332,8 +333,9 @@ class RunLog:
             if os.path.lexists(path := self.folder / name):
                 path.unlink()
                 self.say(f"{path} begins anew, since no checkpoint was there to go on from")
-        same = stored.is_file() and stored.read_text() == config.dump(cfg)
-        if not same or changed_files(self.folder, texts):
+        env = self.folder / "env.json"
+        same = stored.is_file() and stored.read_text() == config.dump(cfg) and env.is_file()
+        if not same or read_json(env).get("inputs") != noted["inputs"] or changed_files(self.folder, texts):
             (self.folder / SOFT_VALUES).unlink(missing_ok=True)  # of another run
         for setting, text in texts.items():
             copy = self.folder / COPIES.get(setting, setting)
@@ -346,7 +348,7 @@ class RunLog:
         patch.unlink(missing_ok=True)
         patch.touch(mode=0o600)  # it may hold a secret
         patch.write_text(diff)
-        write_json(self.folder / "env.json", describe_environment(device, diff) | {"chosen": chosen})
+        write_json(env, describe_environment(device, diff) | noted)
 
     def seal(self) -> dict[str, dict]:
         """Flush the logs to the disk, since a checkpoint will count on them; returns {"logs": name -> [bytes,

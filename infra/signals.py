@@ -10,7 +10,7 @@ import torch
 
 from infra import dist
 from infra.terminal import Plain, to_stderr
-from settings.loader import ConfigError
+from settings.loader import ConfigError, in_short
 from verify.errors import VerifyError
 
 SAVE_MEMORY = ("for the update lower pack.capacity or model.logp_chunk, set model.checkpoint_blocks=all or "
@@ -44,8 +44,7 @@ def exit_status(
             missing = "put that folder back" if str(error.name).startswith("leaves.") else "install it"
             status, said, remedy = 2, f"error: {error}, which this command needs; {missing}", str
         except torch.OutOfMemoryError as error:
-            why = str(error).partition("\n")[0]
-            status, said = 2, f"error: out of memory ({why}); {SAVE_MEMORY}; "
+            status, said = 2, f"error: out of memory ({in_short(error)}); {SAVE_MEMORY}; "
         except OSError as error:
             what = f"{error.strerror or error}: {str(find_file(error))!r}"
             status, said = 2, f"error: {what}; mend it, or make room there; "

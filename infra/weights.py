@@ -63,7 +63,7 @@ def require_own_files(folder: Path, weights: bool = False) -> None:
     root = folder.resolve()
     for path in folder.iterdir():
         file = Path(os.path.realpath(path))  # resolve() raises RuntimeError for links in a circle
-        if not file.is_relative_to(root) and not file.is_relative_to(root.parents[1] / "blobs"):
+        if not file.is_relative_to(root) and not file.is_relative_to(root.parent.parent / "blobs"):
             raise ConfigError(f"{path} is a link to {file}, outside of its folder; put the file there itself")
     names = [name for name in read_list(folder) if name.endswith(".safetensors") == weights]
     damage = find_changed(folder, names)

@@ -26,7 +26,8 @@ ONLY_WITH = {
     ],
     "rollout.until=informative": ["rollout.oversample", "rollout.differ_in"],
     "rollout.until=full": ["pack.budget"],
-    "eval.temperature": ["eval.n: at 0 answers are greedy, and all the same"],
+    "rollout.until=informative or full": ["rollout.max_rounds"],
+    "eval.temperature": ["eval.n: at 0 answers are greedy, and all the same", "eval.top_p"],
     "loss.kl": ["loss.kl_corrected: at 0 there is no KL to correct"],
     "reward.accuracy": [
         "loss.likelihood: at 0 nothing tells what is correct",
@@ -40,7 +41,9 @@ ONLY_WITH = {
         "reward.custom_workers",
     ],
 }
+
 UNBIASED = "bernoulli or pps"  # kinds of prune.completions and prune.prompts that weigh for chance
+
 SKIPPED = ("with loss.denominator=all a mean over all tokens needs the lengths of completions that a skipped "
            "prompt never got")
 # A choice -> other settings, each with the values that it may have then, and why.
@@ -49,6 +52,7 @@ REQUIRES = {
         "data.system_prompt=null: it is in place of any template",
         "data.chat_template=null: it is in place of any template",
         "data.template=null: it is in place of any template",
+        "data.date=null: it is in place of any template",
     ],
     "rollout.engine=vllm": ["model.dtype=auto, float32 or bfloat16: vLLM does not compute in float64"],
     "model.compile=true": [

@@ -69,13 +69,15 @@ def test_samples_are_those_of_the_seed():
 @pytest.mark.slow
 def test_a_run_speaks_by_its_newest_policy_and_with_its_own_settings(tmp_path):
     run = tmp_path / "run"
-    cfg = toy_config(run, "steps=2", "checkpoint.every=1", "rollout.group_size=4", "rollout.prompts_per_step=2",
-                     "prune.completions.keep=2", "rollout.max_new_tokens=24", "data.eval=null", "pack.capacity=512",
-                     "data.system_prompt=Add.")
+    cfg = toy_config(run, "steps=2", "checkpoint={every: 1, keep: all}", "rollout.group_size=4",
+                     "rollout.prompts_per_step=2", "prune.completions.keep=2", "rollout.max_new_tokens=24",
+                     "data.eval=null", "pack.capacity=512", "data.system_prompt=Add.")
     train.train(cfg)
     newest = chat.open_config(str(run), None, [])
     assert (newest.model.path, newest.data.system_prompt) == (str(run / "checkpoints" / "step_000002"), "Add.")
     text = chat.Conversation(newest).say(QUESTION)
+    (run / "checkpoints" / "latest").write_text("step_000001")  # where it goes on from, without what came later
+    assert chat.open_config(str(run), None, []).model.path == str(run / "checkpoints" / "step_000001")
     shutil.rmtree(run / "checkpoints")
     export = chat.open_config(str(run), None, [])
     assert export.model.path == str(run / "hf") and chat.Conversation(export).say(QUESTION) == text

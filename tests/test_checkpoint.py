@@ -198,8 +198,7 @@ def test_each_rank_reads_its_part_of_a_checkpoint_and_all_take_the_one_before(tm
         said = on_ranks(ranks, tmp_path / "again", read_on_ranks, tmp_path / "saved")
         assert {name for name, _ in said} == {"step_000007"}
         mine = [{"__0_0.distcp", ".metadata"}, {"__1_0.distcp"}, set()]
-        read = [names - {"extra.pt"} for _, names in said]
-        assert read == (mine[:ranks] if ranks > 1 else [mine[0] | mine[1]])
+        assert [names - {"extra.pt"} for _, names in said] == (mine[:ranks] if ranks > 1 else [mine[0] | mine[1]])
 
 
 def read_on_ranks(folder) -> list:
@@ -294,7 +293,9 @@ def test_a_checkpoint_becomes_a_hugging_face_folder(tmp_path, command, refused):
     assert all(torch.equal(exported[name], p) for name, p in final.items())
     assert data.Tokenizer(tmp_path / "hf").eos_ids == data.Tokenizer(TOY).eos_ids
     assert not (tmp_path / "hf_adapter").exists() and not (tmp_path / "run" / "hf_adapter").exists()
-    said = refused(learner, path, "--out", tmp_path / "hf")
-    assert f"--out {tmp_path / 'hf'} is a file, or a folder with something in it" in said
+    (tmp_path / "new_adapter").touch()
+    for out, there in (("hf", "hf"), ("new", "new_adapter")):
+        said = refused(learner, path, "--out", tmp_path / out)
+        assert f"--out {tmp_path / there} is a file, or a folder with something in it" in said
     (path / "extra.pt").unlink()
-    assert "is not a whole checkpoint" in refused(learner, path, "--out", tmp_path / "new")
+    assert "is not a whole checkpoint" in refused(learner, path, "--out", tmp_path / "other")

@@ -295,8 +295,7 @@ def test_the_tables_of_rules_name_real_settings_and_their_values():
             null = {"null"} if type(None) in words[key] else set()
             assert {word for word in re.split(", | or ", values) if word} <= {*words[key]} | null, choice
         assert {entry.partition(":")[0] for used in only_with.values() for entry in used} <= words.keys()
-    critic = {f"critic.{field.name}" for field in fields(Critic)}
-    assert set(CRITIC_ONLY_WITH["advantage.kind=gae"]) == critic
+    assert set(CRITIC_ONLY_WITH["advantage.kind=gae"]) == {f"critic.{field.name}" for field in fields(Critic)}
     for choice, those, others in (
             ("kind=clamp or clip", [{"kind": "clip"}], []), ("kind=clamp or clip_sequence", [], [{"kind": "clip"}]),
             ("tokens", [{"tokens": 4}], [{}]), ("kl", [{"kl": 0.1}], [{"kl": 0.0}]),

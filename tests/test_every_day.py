@@ -74,14 +74,14 @@ def test_a_folder_without_a_step_done_is_taken_over_by_the_same_command_and_by_a
     assert "already holds a run with another config: seed (5 there, 0 now); start this one" in capsys.readouterr().err
 
 
-def test_a_table_of_another_reward_file_is_not_taken_over(tmp_path):
+def test_a_table_of_another_reward_file_or_of_other_weights_is_not_taken_over(tmp_path):
     cfg, device = toy_config(tmp_path / "run", "steps=1"), torch.device("cpu")
     texts = {"reward.custom_file": "one", "environment.file": None, "data.chat_template": None}
-    for text, stays in (("one", True), ("two", False), (None, False)):
+    for text, inputs, stays in (("one", {}, True), ("one", {"a": "b"}, False), ("two", {}, False), (None, {}, False)):
         with_table = runfolder.RunLog(tmp_path / "run")
-        with_table.create(cfg, "never", device, {}, texts)
+        with_table.create(cfg, "never", device, {"inputs": {}}, texts)
         (tmp_path / "run" / "soft_values.jsonl").touch()
-        with_table.create(cfg, "never", device, {}, texts | {"reward.custom_file": text})
+        with_table.create(cfg, "never", device, {"inputs": inputs}, texts | {"reward.custom_file": text})
         assert (tmp_path / "run" / "soft_values.jsonl").exists() == stays
         assert (tmp_path / "run" / "custom_reward.py").exists() == (text is not None)
         with_table.unlock()
@@ -248,8 +248,7 @@ def test_eval_takes_a_checkpoint_of_any_number_of_ranks(settings, tmp_path, comm
     for run in ("two", "one"):
         assert results[run, "ch"]["results"] == results[run, "hf"]["results"]
     assert results["two", "ch"]["results"] != results["one", "ch"]["results"]
-    hashes = {result["head"]["model"]["files"] for result in results.values()}
-    assert len(hashes) == 4
+    assert len({result["head"]["model"]["files"] for result in results.values()}) == 4
     step = tmp_path / "one/checkpoints/step_000007"
     refuses(f"{step} is a checkpoint, not a Hugging Face folder; .*python learner.py", find_model, str(step))
     part = step / "policy" / "__0_0.distcp"

@@ -74,8 +74,7 @@ def test_what_a_file_may_not_import():
     for name in ("advantage", "prune", "loss"):
         outside = {module.split(".")[0] for module in imported(FILES[name])}
         assert outside <= {"torch", "bisect", "dataclasses", "typing", "collections", "records", "settings", "config"}
-    callers = [name for name, path in FILES.items() if "torch.distributed" in imported(path)]
-    assert callers == ["infra.dist"]
+    assert [name for name, path in FILES.items() if "torch.distributed" in imported(path)] == ["infra.dist"]
     assert not [name for name, path in FILES.items() if "wandb" in imported(path)]  # but by name, if a run asks
     assert not {path.stem for path in OTHERS} & set(FOLDERS)  # a script's own folder comes first on the path
 

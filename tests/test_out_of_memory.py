@@ -68,7 +68,7 @@ def test_an_update_out_of_memory_names_rank_row_and_a_capacity_below_it(row, whe
     longest = max(len(row.ids_T) for row in learner.rows(update.make_minibatch(learner, batch, [0, 1, 2, 3])))
     said = (rf"out of memory in an update with rows of up to {longest} tokens on rank 0: go on "
             rf"with --resume auto and .*--set model.checkpoint_blocks=all .* "
-            r"\(CUDA out of memory. Tried to allocate 2.00 GiB.\)$")
+            r"\(CUDA out of memory. Tried to allocate 2.00 GiB. Second line\)$")
     with short_of_memory({row}, where), pytest.raises(ConfigError, match=said):
         update.update(learner, batch, 0, Clock())
 
@@ -138,6 +138,6 @@ def test_memory_that_runs_out_while_models_load_is_one_line(tmp_path, monkeypatc
     (tmp_path / "test.yaml").write_text(config.dump(cfg))
     for more in ([], ["--check"]):
         line = refused(train, "--config", tmp_path / "test.yaml", *more)
-        assert line.startswith("error: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.); ")
+        assert line.startswith("error: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB. Second line); ")
         assert "model.lora.rank" in line and "optim.offload=true" in line
     assert dist.world_size() == 1

@@ -104,8 +104,7 @@ def test_answers_are_asked_for_where_the_reward_reads_them(tmp_path, capsys):
     assert [p.answer for p in problems] == ["", "1"]
     assert not all_have_answers(problems, "own") and not all_have_answers(problems[:1], "own")
     assert all_have_answers(problems[1:], "own")
-    said = capsys.readouterr().err
-    assert said == "own: 1 of 2 problems have no answer, so accuracy is not measured\n"
+    assert capsys.readouterr().err == "own: 1 of 2 problems have no answer, so accuracy is not measured\n"
     write(tmp_path / "own.jsonl", rows[2])
     with pytest.raises(ConfigError, match=r"'answer' must be .* or go without: data.columns=\{answer: null\}"):
         data.load_problems(path, answers=False)

@@ -62,8 +62,7 @@ def test_the_soft_punishment_of_length():
     """DAPO's own lengths: nothing up to 16,384 tokens, half of it at 18,432, all of it from 20,480 on."""
     cfg = {"overlong": 1.0, "overlong_tokens": 4096}
     lengths = (1, 16_384, 18_432, 20_480, 20_481, 40_000)
-    punished = [parts_of("", tokens=t, longest=20_480, **cfg)["overlong"] for t in lengths]
-    assert punished == [0, 0, -0.5, -1, -1, -1]
+    assert [parts_of("", tokens=t, longest=20_480, **cfg)["overlong"] for t in lengths] == [0, 0, -0.5, -1, -1, -1]
 
 
 def test_the_span_of_rewards_holds_every_component():

@@ -106,6 +106,7 @@ class Pool:
                     worker = worker or Fork(self.living_host(), WORKER, self.limits.size)
                     future.set_result(worker.ask(*asked))
                 except Killed:
+                    worker = worker and worker.close()
                     future.set_result(self.ask_alone(*asked))
             except BaseException as error:  # is raised where the result is read
                 future.set_exception(error)

@@ -214,8 +214,7 @@ def test_pretraining_leaves_the_policy(tmp_path):
                      "critic.warmup_steps=3", "data.eval=null", "rollout.max_new_tokens=24", name="vapo_toy.yaml")
     train.train(cfg)
     lines = conftest.steps_of(tmp_path / "run")
-    rates = [line.get("train/lr") for line in lines]
-    assert rates == [None, cfg.optim.lr / 2, cfg.optim.lr]
+    assert [line.get("train/lr") for line in lines] == [None, cfg.optim.lr / 2, cfg.optim.lr]
     assert [line["critic/lr"] for line in lines] == pytest.approx([cfg.critic.lr * k / 3 for k in (1, 2, 3)])
     assert "train/loss" not in lines[0] and "critic/loss" in lines[0]
 

@@ -88,8 +88,7 @@ def test_prompts_within_the_band_come_up_and_others_are_refilled(monkeypatch):
     monkeypatch.setattr(depo.FilteredHistory, "estimates", lambda self, numbers: torch.tensor(
         [guess[k] for k in numbers], dtype=torch.float64))
     draws = history.draw(4)
-    kept = [draw.prompt.id for draw in draws if draw.kept]
-    assert kept == [order[i] for i in (1, 2, 4, 6)]
+    assert [draw.prompt.id for draw in draws if draw.kept] == [order[i] for i in (1, 2, 4, 6)]
     assert [draw.prob for draw in draws] == [0, 1, 1, 0, 1, 0, 1][:len(draws)]
     assert all(draw.weight in (0, 1) for draw in draws)
     history.steps = -1  # one more step of warm-up

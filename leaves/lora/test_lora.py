@@ -174,8 +174,7 @@ def test_what_is_trained_is_float32_and_small_and_all_else_frozen_in_halves(tiny
             named, heads | {f"backbone.{name}" for name in named}), strict=True):
         trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
         assert trained == dict.fromkeys(expected, torch.float32)
-        frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
-        assert frozen == {torch.bfloat16}
+        assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
         saved = checkpoint.tensors(model, optimizers)
         assert {kind: tensors.keys() for kind, tensors in saved.items()} == dict.fromkeys(
             ("weights", "step", "exp_avg", "exp_avg_sq"), expected)

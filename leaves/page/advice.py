@@ -12,7 +12,7 @@ import torch
 
 from config import Config, with_value
 from infra.figures import align
-from infra.lines import is_evaluation
+from infra.lines import is_evaluation, phase_seconds
 from prune import Candidates, fewest, gradient_size, inclusion
 from records import Batch, Metrics, Rolled
 from settings.kinds import Pps
@@ -65,12 +65,11 @@ def advice(lines: list[dict], seconds: dict[str, float]) -> list[str]:
             raise ConfigError("--seconds: no step of the run has logged prune/share, which it needs")
         return []
     done = [line for line in lines if not is_evaluation(line)]  # those without a gradient take seconds too
-    took = {key.removeprefix("time/"): mean(line.get(key, 0.0) for line in done)
-            for key in steps[-1] if key.startswith("time/")}
+    took = {phase: spent / len(done) for phase, spent in phase_seconds(done).items()}
     phases = took.keys() - {"step"}
     if not (seconds.keys() <= phases and all(0 < value < math.inf for value in seconds.values())):
-        known = ", ".join(sorted(phases))
-        raise ConfigError(f"--seconds {seconds} must give some of {known} seconds above 0")
+        raise ConfigError(
+            f"--seconds {seconds} must give some of {', '.join(sorted(phases))} seconds above 0")
     took = seconds or took
     share = {error: mean(line[f"prune/share_{error}"] for line in steps) for error in ERRORS} | {0.0: 1.0}
     by_tokens = sum(took.get(phase, 0.0) for phase in BY_TOKENS)

@@ -67,7 +67,7 @@ def lines(section: Any, indent: str = "", first_kind: str = "") -> Iterator[str]
         yield f"{setting:<40}  # {changed}{comment_on(field.name, type(section))}".rstrip(" #")
 
 
-def describe_settings(section: str = "") -> str:
+def describe_settings(section: str) -> str:
     """Describe a section and the sections inside it, by its dotted name; "" describes all of them.
 
     Raises ConfigError if there is no such section.
@@ -100,7 +100,7 @@ def describe_fields(section: type, path: str) -> Iterator[str]:
         kind, key = hints(section)[field.name], path + field.name
         if field.name == "kind" or is_dataclass(kind) or choices(kind):
             continue
-        only = [f"; only with {choice}" for choice, served in of_all("ONLY_WITH", ONLY_WITH).items()
+        only = [f"; only with {choice}" for choice, served in of_all("ONLY_WITH", ONLY_WITH)
                 if key in (entry.partition(":")[0] for entry in served)]
         leaf = next((leaves.settings_of(leaf) for leaf, keys in leaves.LEAVES.items() if key in keys), None)
         comment = comment_on(key, leaf) if leaf else comment_on(field.name, section)
@@ -108,16 +108,15 @@ def describe_fields(section: type, path: str) -> Iterator[str]:
         yield indented(comment + "".join(only))
 
 
-def of_all(name: str, table: dict[str, list]) -> dict[str, list]:
-    """Extend a table of settings/rules.py by the tables of this name of all leaves."""
-    for module in map(leaves.settings_of, leaves.LEAVES):
-        table = table | getattr(module, name, {})
-    return table
+def of_all(name: str, own: dict[str, list]) -> list[tuple[str, list]]:
+    """List the entries of a table of settings/rules.py and of the tables of this name of all leaves."""
+    tables = [own, *(getattr(leaves.settings_of(leaf), name, {}) for leaf in leaves.LEAVES)]
+    return [entry for table in tables for entry in table.items()]
 
 
 def describe_rules() -> str:
     text = [f"# {RULES}: a choice, and the values of other settings that it requires"]
-    for choice, requirements in of_all("REQUIRES", REQUIRES).items():
+    for choice, requirements in of_all("REQUIRES", REQUIRES):
         for demand, _, why in (entry.partition(": ") for entry in requirements):
             text += [f"{choice}: {demand.replace('=', ' must be ', 1)}", indented(why)]
     return "\n".join(text)

@@ -5,11 +5,10 @@ A score is the accuracy or the mean reward on an evaluation set, under its name 
 
 import math
 import sys
-from collections import Counter
 from pathlib import Path
 
 from infra.figures import SCORES, score_text
-from infra.lines import is_evaluation, read_metrics
+from infra.lines import is_evaluation, phase_seconds, read_metrics
 from leaves.page.advice import advice
 from settings.paths import REPOSITORY
 
@@ -52,13 +51,3 @@ def summary(folder: Path) -> str:
                       f"next  {python}/eval.py --config {folder}/config.yaml --model {folder}/hf"
                       + ("" if evals else " --data SET"),
                       *(f"      {python}/{name}.py {folder}" for name in ("report", "chat"))])
-
-
-def phase_seconds(lines: list[dict]) -> dict[str, float]:
-    """Add up the seconds of each phase over the lines of a metrics log, in the order of the phases there."""
-    seconds = Counter()
-    for line in lines:
-        for key, value in line.items():
-            if key.startswith("time/"):
-                seconds[key.removeprefix("time/")] += value or 0.0
-    return seconds

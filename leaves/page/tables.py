@@ -12,8 +12,10 @@ from functools import partial
 
 import numpy as np
 
+from infra.figures import format_score
+from infra.lines import phase_seconds
 from leaves.page.runs import ABSENT, COSTS, Groups, LoggedRun, format_value
-from leaves.page.summary import phase_seconds, score_cell, scores_of
+from leaves.page.summary import score_cell, scores_of
 
 # Student's t at 97.5% for 1 to 10 degrees of freedom
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -103,10 +105,6 @@ def format_amount(value: float) -> str:
         if abs(value) >= unit:
             return f"{value / unit:.4g}{letter}"
     return f"{value:.4g}"
-
-
-def format_score(value: float, score: str) -> str:
-    return f"{value:.1%}" if score.endswith("accuracy") else f"{value:.3f}"
 
 
 def half_width(values: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ from config import Config, flatten
 from infra.lines import blame_file, read_log, write_json
 from infra.runfolder import RunLog
 from infra.terminal import to_stderr
+from settings.loader import in_short
 
 LONGEST_WAIT = 20.0  # seconds that wandb may take to reach its server, and at the end to send the rest
 
@@ -44,9 +45,8 @@ class Tracker:
         try:
             return call(*given)
         except Exception as error:  # of a package that raises what it likes
-            first = str(error).partition("\n")[0] or type(error).__name__
-            to_stderr(f"wandb gets no more of this run: {first}; with WANDB_MODE=offline a run is recorded "
-                      "in its folder, and `wandb sync` sends it later")
+            to_stderr(f"wandb gets no more of this run: {in_short(error) or type(error).__name__}; with "
+                      "WANDB_MODE=offline a run is recorded in its folder, and `wandb sync` sends it later")
             self.run = None
 
     def log(self, values: dict) -> None:

@@ -7,3 +7,4 @@ CHOICES = {
     "log.project": str | None,  # the run's project on wandb; null: winnow
 }
 HOOKS = ("watch",)
+ONLY_WITH = {"log.to": ["log.project"]}

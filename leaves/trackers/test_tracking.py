@@ -114,7 +114,7 @@ def test_what_fails_in_a_run_is_said_once(failing, calls, tmp_path, monkeypatch,
     for _ in range(2):
         tracker.finish({"state": "finished"})
     said = capsys.readouterr().err
-    assert said.startswith("wandb gets no more of this run: refused; with WANDB_MODE=offline") and said.count("\n") == 1
+    assert said.startswith("wandb gets no more of this run: refused at length; with WANDB_MODE=offline") and said.count("\n") == 1
 
 
 def test_without_the_package_a_run_says_so_and_goes_on(tmp_path, monkeypatch, capsys):

@@ -13,6 +13,7 @@ import config
 import train
 import update
 from collect import Selection, choose
+from infra.choices import sequences_asked
 from leaves.windows.join import Pool, age_metrics, parts
 from leaves.windows.test_window import one_round, pool_of
 from metrics import rollout_metrics
@@ -148,8 +149,7 @@ def test_every_group_that_is_begun_is_trained_on_once_and_none_is_too_old(settin
     under_way = Counter(map(name_of, watched["pool"].begun))
     assert begun == trained + under_way and set(begun.values()) == {1} and under_way
     N = cfg.rollout.prompts_per_step
-    ages = [draw.age for batch in watched["batch"] for draw in batch.draws]
-    assert 0 < max(ages) <= cfg.windows.max_age
+    assert 0 < max([draw.age for batch in watched["batch"] for draw in batch.draws]) <= cfg.windows.max_age
     for batch in watched["batch"]:
         assert all(s.finished or s.length == cfg.rollout.max_new_tokens for g in batch.groups for s in g.samples)
         oldest = max(draw.age for draw in batch.draws)
@@ -181,6 +181,8 @@ def drawn_at(watched: dict, step: int, n: int, g: int) -> list[int]:
 def test_each_token_is_trained_on_with_the_log_prob_of_the_policy_that_drew_it(watched, tmp_path):
     """By the weights of that step, run over the completion alone. What the loss makes of it: test_objectives.py."""
     cfg = in_flight(tmp_path / "run", "windows.in_flight=1.75", "steps=4")
+    N, G = cfg.rollout.prompts_per_step, cfg.rollout.group_size
+    assert sequences_asked(cfg, ranks=1) == int(1.75 * N) * G  # slots for all that is under way
     train.train(cfg)
     step = max(step for step, batch in enumerate(watched["batch"]) if len({draw.age for draw in batch.draws}) > 1)
     batch, versions = watched["batch"][step], []
