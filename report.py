@@ -50,7 +50,7 @@ def write_report(folders: list[Path], out: Path) -> Path:
         raise ConfigError(f"--out {out} is a file; give a folder")
     out.mkdir(parents=True, exist_ok=True)
     script = (PARTS / "script.js").read_text()
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest())
     shown = json.dumps([choose_completions(run, TEXTS // len(runs)) for run in runs])
     data = json.loads(shown, parse_constant=lambda name: None)  # without NaN, which is no JSON
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(PARTS), autoescape=True, trim_blocks=True,
@@ -60,7 +60,7 @@ def write_report(folders: list[Path], out: Path) -> Path:
         title=runs[0].folder.resolve().name if len(runs) == 1 else f"{len(runs)} runs",
         runs=runs, groups=groups, progress=describe_progress, sections=draw_sections(groups),
         tables=tables, remarks=remarks, data=data, written=f"{datetime.now():%Y-%m-%d %H:%M:%S}",
-        script=Markup(script), script_hash=f"sha256-{digest}")
+        script=Markup(script), script_hash=f"sha256-{digest.decode()}")
     numbers = [f"## {title}\n\n```\n" + "\n".join(align(rows)) + "\n```" for title, rows in tables.items()]
     for name, text in {"report.md": "\n\n".join([*remarks, *numbers, ""]), "report.html": page}.items():
         replace(out / name, text.encode(errors="backslashreplace").decode())  # it may hold half a character

@@ -14,15 +14,7 @@ import torch
 
 from infra import dist
 from learner import Learner, NotFinite, learning_rate, optimizer_step, out_of_memory
-from loss import (
-    RowLoss,
-    likelihood_weight,
-    needs_extra_pass,
-    row_loss,
-    segment_sum,
-    token_weight,
-    weigh,
-)
+from loss import RowLoss, likelihood_weight, needs_extra_pass, row_loss, segment_sum, token_weight, weigh
 from metrics import Clock, PassSums
 from pack import Minibatch
 from prune import cut_completions
@@ -107,8 +99,7 @@ def make_minibatch(learner: Learner, batch: Batch, places: list[int]) -> Minibat
         likelihood_NG,
         bonus_NG,
         tokens,
-        dist.seed_for(batch.seed, *places[:1], "minibatch"),
-    )
+        dist.seed_for(batch.seed, *places[:1], "minibatch"))
 
 
 @torch.no_grad()

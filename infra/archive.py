@@ -37,8 +37,9 @@ def list_files() -> list[Path]:
 
 def build(archive: Path) -> None:
     """Write the archive. The same files make the same bytes."""
+    files = list_files()
     with ZipFile(archive, "w") as zipped:
-        for path in list_files():
+        for path in files:
             zipped.writestr(ZipInfo(str(path.relative_to(REPOSITORY))), path.read_bytes(), ZIP_DEFLATED)
         zipped.writestr(ZipInfo("__main__.py"), (REPOSITORY / "infra/unpack.py").read_bytes(), ZIP_DEFLATED)
 

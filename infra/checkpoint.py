@@ -116,9 +116,9 @@ class Checkpoints:
             reason = next(iter(failures.values()))[0] if failures else error
             if dist.is_lost(reason):
                 raise reason from error
-            free = shutil.disk_usage(self.folder).free / 2**20  # torch may hide the cause
-            raise ConfigError(f"{fresh} could not be written, with {free:,.0f} MiB free there: {reason}; "
-                              f"make room; {how_to_go_on(self.folder.parent)}") from error
+            free = f"{shutil.disk_usage(self.folder).free / 2**20:,.0f} MiB"  # torch may hide the cause
+            raise ConfigError(f"{fresh} could not be written, with {free} free there: {reason}; make room; "
+                              f"{how_to_go_on(self.folder.parent)}") from error
 
     def wait_for_copies(self) -> None:
         """Wait until the weights may change. Raises ConfigError if an earlier save has failed."""
@@ -240,13 +240,14 @@ def publish(fresh: Path, keep: Keep, files: Files) -> None:
     flush(fresh / "extra.pt")
     replace(fresh / LIST, format_list(files))
     # Left by a run that died before it replaced `latest`, or that has gone back to an earlier step.
-    shutil.rmtree(folder / name, ignore_errors=True)
+    remove(folder / name)
     fresh.rename(folder / name)
     replace(folder / "latest", name)
     if keep != "all":
         so_far = [path for path in step_folders(folder) if step_of(path) <= step_of(fresh)]
         for old in so_far[:-keep]:
-            shutil.rmtree(old, ignore_errors=True)  # the next save tries the rest again
+            with suppress(OSError):  # the next save tries the rest again
+                remove(old)
 
 
 def step_folders(folder: Path) -> list[Path]:

@@ -1,6 +1,5 @@
 """Choose the settings of a run that its config leaves to `auto`."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,10 +71,6 @@ def choose_kernels(cfg: Config, machine: Machine, shape: Shape, saved: dict) -> 
     slots = min(cfg.rollout.slots, sequences_asked(here, machine.ranks))
     if saved.get(REQUESTED, cfg.rollout.slots) == cfg.rollout.slots:
         slots = saved.get("rollout.slots", slots)
-    cores = len(os.sched_getaffinity(0))
-    if device.type == "cpu" and machine.ranks == torch.get_num_threads() == 1 and cores >= 4:
-        remarks.append(f"{cores - 1} of {cores} cores are idle: torchrun --nproc_per_node N train.py ... "
-                       "takes more of them, which may be faster (bench/step.py --parts ranks)")
     if machine.no_cuda and cfg.device == "auto":
         remarks.append(f"device=cpu: {machine.no_cuda}")
     if device.type == "cuda" and cfg.rollout.engine == "auto" and (why := machine.against_vllm(dtype)):

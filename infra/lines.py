@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from settings.loader import SHORT, ConfigError
+from settings.loader import SHORT, ConfigError, in_short
 
 DAMAGED = "the file was damaged; bring it back, or do without it"
 
@@ -33,8 +33,8 @@ def blame_file(place: Path | str) -> Iterator[None]:
     except ConfigError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-        why = f"{type(error).__name__}: {error}".replace("\n", " ")
-        raise ConfigError(f"{place} holds a value that no run writes ({why[:200]}); {DAMAGED}") from error
+        raise ConfigError(f"{place} holds a value that no run writes ({type(error).__name__}: "
+                          f"{in_short(error)}); {DAMAGED}") from error
 
 
 def read_log(path: Path) -> list[LogLine]:

@@ -71,7 +71,7 @@ def require_free_folder(cfg: Config, resume: Resume) -> Path:
         if resume == "always":
             raise ConfigError(f"--resume: {stored.absolute()} not found, so there is no run to resume; check "
                               "`out`, or start it without --resume")
-        if folder.exists() and any(path.name != "lock" for path in folder.iterdir()):
+        if folder.exists() and any(path.stem not in ("lock", "config.yaml") for path in folder.iterdir()):
             raise ConfigError(f"out={folder} exists and is not a run folder; set `out` to a new folder")
         return folder
     log, saved = folder / "metrics.jsonl", any((folder / "checkpoints").glob("step_*"))
@@ -337,13 +337,13 @@ class RunLog:
         same = stored.is_file() and stored.read_text() == config.dump(cfg) and env.is_file()
         if not same or read_json(env).get("inputs") != noted["inputs"] or changed_files(self.folder, texts):
             (self.folder / SOFT_VALUES).unlink(missing_ok=True)  # of another run
+        replace(stored, config.dump(cfg))  # first: a folder with other files and without it is not a run's
         for setting, text in texts.items():
             copy = self.folder / COPIES.get(setting, setting)
             copy.unlink(missing_ok=True)
             if text is not None:
                 copy.parent.mkdir(exist_ok=True)
                 copy.write_text(text)
-        replace(stored, config.dump(cfg))
         patch, diff = self.folder / "diff.patch", run_git("diff", "HEAD") or ""
         patch.unlink(missing_ok=True)
         patch.touch(mode=0o600)  # it may hold a secret
@@ -474,8 +474,8 @@ class RunLog:
             problems = [{"set": name} | p for name, result in results.items() for p in result["problems"]]
             rewrite_log(self.folder / f"eval_{step:06d}.jsonl", problems)
         for name, result in results.items():
-            scores = ", ".join(score_text(result, kind) for kind in SCORES if kind in result)
-            self.say(f"step {step}: {name} {scores or 'no reward'}, {result['length']:.1f} tokens")
+            scores = [score_text(result, kind) for kind in SCORES if kind in result] or ["no reward"]
+            self.say(f"step {step}: {name} {', '.join(scores)}, {result['length']:.1f} tokens")
 
     def step(self, step: int, metrics: Metrics) -> None:
         """Log the metrics of a step, and show some beside the bar, or in a line if there is no terminal."""

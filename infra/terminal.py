@@ -32,7 +32,7 @@ def add_settings(parser: argparse.ArgumentParser, help: str = "change one settin
         if re.match(r"[^-\s]\S*\.ya?ml", words):
             refuse(f"{message}; a config is named by --config {words}")
         if words and not re.match(r"-|[\w.]+=", words):  # --set steps 5
-            before = [word for word, after in pairwise(sys.argv) if after and words.startswith(after)]
+            before = [word for word, after in pairwise(sys.argv[1:]) if after and words.startswith(after)]
             words = " ".join([*before[:1], words])
             if re.match(r"[\w.]+=", words):
                 refuse(f"{message}; a setting with spaces needs quotes: --set {shlex.quote(words)}")

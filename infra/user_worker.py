@@ -3,6 +3,7 @@
 Only numbers and texts travel back: an exception of the user's own could not be made again in the trainer.
 """
 
+import os
 import sys
 import threading
 import traceback
@@ -51,6 +52,8 @@ def run_guarded(source: Source, row: dict, work: Callable[[dict], Any]) -> Any:
         return work(scope)
     except MemoryError:
         raise
+    except (SystemExit, KeyboardInterrupt):  # of a text that the function has executed, perhaps
+        os._exit(1)
     except BaseException as error:  # as above
         return describe_error(error, source, row)
 

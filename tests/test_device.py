@@ -179,7 +179,6 @@ def seen(monkeypatch):
         monkeypatch.setattr(hardware, "DRIVER", SimpleNamespace(is_file=lambda: driver))
         monkeypatch.setattr(torch.version, "cuda", built)
         monkeypatch.setattr(torch.cuda, "init", start)
-        monkeypatch.setattr(choices.os, "sched_getaffinity", lambda process: range(1))
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
     return describe
 

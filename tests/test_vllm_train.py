@@ -275,8 +275,9 @@ def test_drafts_change_no_sample_of_vllm(family, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "more"), [
-    ([sys.executable], []), pytest.param(TORCHRUN, ["rollout.tensor_parallel=2"], marks=two_ranks)],
-    ids=["1 rank", "2 ranks"])
+    ([sys.executable], []), pytest.param(TORCHRUN, ["rollout.tensor_parallel=2"], marks=two_ranks),
+    ([sys.executable], ["rollout.stop=['=']", "environment={file: toy/calculator.py, max_context: 256}"])],
+    ids=["1 rank", "2 ranks", "tools"])
 def test_a_run_with_drafts_of_vllm_is_the_run_without_and_goes_on_as_itself(launcher, more, tmp_path):
     tokens = {}
     for folder, drafts, *own in (("plain", "false"), ("run", "true"), ("cut", "true", "--set", "steps=3"),

@@ -62,8 +62,10 @@ def parse_latex(text: str) -> sympy.Basic:
     text = re.sub(r"(?<![A-Za-z\\])E(?![A-Za-z])", r"\\Xi ", text)  # an energy; E alone is not read
     text = re.sub(r"(?<![\w}^])(\d+)\(", r"\1\\cdot(", text)  # 3(1/2) is read as a mixed number
     read = latex2sympy(text, normalization_config=SPELLED, conversion_config=LITERAL)
-    letters = re.search(r"(?:gcd|lcm)\W[^)]*[a-z]", text)  # read as polynomials
-    if letters or not isinstance(read, sympy.Basic | sympy.MatrixBase):
+    # Letters of a gcd are read as polynomials, and of the others a part is dropped.
+    half_read = re.search(
+        r"(?:gcd|lcm)\W[^)]*[a-z]|'|\\ldots|!!|\\frac\{(d|\\partial) ?[a-zA-Z]\}\{\1", text)
+    if half_read or not isinstance(read, sympy.Basic | sympy.MatrixBase):
         raise ValueError(f"nothing to read in {text!r}")
     # The parser takes i for a letter, and decimals for binary fractions.
     imaginary = {s: sympy.I for s in read.free_symbols if s.name == "i"}

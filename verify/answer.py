@@ -44,7 +44,9 @@ FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
 MATRIX = re.compile(r"[\[(]*\\begin\{(?:[pbB]?(?:small)?matrix|array)\}(?:\{[lcr|]*\})?(.*?)(?:\\\\)?"
                     r"\\end\{[a-zA-Z]+\}[\])]*")
 TRANSPOSED = re.compile(r"(.*)\^\{?\\?(?:[Tt]|top|intercal)\}?")
-BASED = re.compile(r"([-+]?(?:[0-9A-Z]+|(?=[a-f]*\d)[0-9a-f]+))_\{?(\d+)\}?")
+# Digits in a base from 2 on, and letters in one above 10: A_1 and S_{10} are names.
+BASED = re.compile(r"([-+]?(?:\d+(?=_\{?(?:[2-9]|\d\d))|(?:[0-9A-Z]+|(?=[a-f]*\d)[0-9a-f]+)(?=_\{?(?:1[1-9]|"
+                   r"[23]\d))))_\{?(\d+)\}?")
 # A text in quotes, of any case; in the prefix of a unit case has a meaning.
 TEXT = re.compile(r'" *(?![mM](?:Pa|eV|Hz) *")[A-Za-z][A-Za-z .\'-]+[A-Za-z.] *"')
 # May be a set of real numbers: a condition, a union, an interval. JOINED: it is no tuple.
@@ -54,6 +56,8 @@ CHOICE = re.compile(r'"?\s*\(?([A-Z])[).:]\s*"?\s*([^\s∧∨,].*)')
 RADIANS = ("radian", "radians", "rad")
 WORDS = re.compile(r"(?i:yes|no)|(?=.*[A-Za-z]{4})(?:[A-Za-z .,']|(?<=[a-z])-(?=[a-z]{2}))+|"
                    r"\d{1,2}:\d\d[ap]m")
+# A word between two numbers: 3 lb 4, 3 out of 4, 6 R 1, C2H5. It is no product.
+PARTED = re.compile(r"\d ?(?!e\d)[a-zA-Z]+ ?\d")
 SHORT_WORD = re.compile("(?i:(?=.*[aeiou])[a-z]{3})")  # cab, but not mgh, which is a product in any order
 
 
@@ -355,7 +359,8 @@ def same_relations(gold: str, answer: str, compare: Compare) -> bool:
     gold_named, answer_named = set(gold_signs) == {"="} and is_name(a[0]), answer_equals and is_name(b[0])
     loose = answer_equals and LOOSE_NAME.fullmatch(b[0])
     if gold_named and not answer_signs or (answer_named or loose) and not gold_signs:
-        return same_answers(a[-1], b[-1], compare)
+        denied = any(same_numbers(side, b[-1]) is False for side in b[1:-1])  # x = 5 = 6
+        return not denied and same_answers(a[-1], b[-1], compare)
     if gold_named and answer_named:
         value = same_name((a[0], a[-1]), (b[0], b[-1]))
         if value is not None or "(" in a[0] + b[0]:
@@ -380,6 +385,8 @@ def same_values(gold: str, answer: str, compare: Compare) -> bool:
         return equal_numbers
     words = read_words(gold), read_words(answer)
     # Equal letters were seen before.
+    if PARTED.search(f"{gold}|{answer}"):
+        return False
     if any(words) or len(gold) == len(answer) == 1 or SHORT_WORD.fullmatch(gold) and answer.isalpha():
         return words[0] is not None and words[0] == words[1]
     gold_kind, gold_members = take_apart(gold, answer)

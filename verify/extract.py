@@ -37,7 +37,8 @@ MARK = re.compile(r"""(?ix)
     <answer>|
     (?:\bcorrection[*_]*:(?:\s*it[ ]should[ ](?:be|have[ ]been))?|
         \b(?:mistake|wrong|error|oops|sorry)\b[^\n]{0,30}?\bit[ ]should[ ](?:be|have[ ]been)\b|
-        (?<![</])\banswers?\b(?!\s+(?:key|choices|options|sheet|format|check))
+        (?<![</])(?<!time[ ]to[ ])(?<!confidence[ ]in[ ]the[ ])(?<!number[ ]of[ ])
+        \banswers?\b(?!\s+(?:key|choices|options|sheet|format|check|confidence))
         (?:,[ ](?:which|as|if)[ ][^,.\n]{0,40},)?
         (?:[^.:=\n$\\<!≠]{0,80}?(?:\b(?:is|are)(?:n['’]t)?\b|\b(?:be|equals)\b|[:=])|[*_\#\s]*\n))[\s:*_]*""")
 # Words that deny the answer behind them, or only think of it; \0 stands for the answer.
@@ -50,20 +51,20 @@ DENIED = re.compile(r"""(?ix)
         [\s:*_$\\(\[]*(?:[a-z]\s*=\s*)?\0|
     # I do not think that the answer is \0; one might say ...; if the answer is \0
     \b(?:(?:(?:not|never|hardly|cannot|refuse|nobody|they|one|you|some|someone|many|people|
-                (?:his|her|my)[ ]\w+)(?:[ ](?:might|may|could|would|will|often|also))?|
+                (?:his|her|my)[ ]\w+|students)(?:[ ](?:might|may|could|would|will|often|also))?|
                 \w+n['’]t|students|tempting)(?:[ ](?:be|to|the))*[ ](?:thinks?|thought|believe|
-            say|said|mean|claim|guess|assume|expect|argue|conclude|sure|certain|true|correct|like|likely|
+            say|said|mean|claim|guess|assume|expect|argue|conclude|sure|convinced|certain|true|correct|like|likely|
             clear|case|that)|false|wrong|untrue|unlikely|impossible|no[ ]way|(?<!no[ ])doubt|suppose|assume|
             assuming|let|if|whether)
         (?:[ ](?:that|if|whether|the|my|our|your|this|final|correct))*
         [ ]answers?\b[^.,;\n\0]{0,80}?\b(?:is|are|be|was|were|equals)\b[\s:*_$\\(\[]*\0|
     # no answer is \0; to check our answer: \0; which is the answer \0
-    \b(?:wrong|incorrect|false|no)[ ]answers?\b[^.,:;\n\0]*\0|
+    \b(?:wrong|incorrect|false|no)[ ]answers?\b[^.,:;\n\0]*:?\s*\0|
     \b(?:check|verif|test|confirm|plug|substitut)\w*(?:[ ](?:in|that|the|my|our|your|this|final))*[ ]answer
         [^\0]*:\s*\0|
     \bis[ ](?:the|my|our)[ ](?:\w+[ ])?answers?[*_\#\s]*\n[\s:*_]*\0|
     # if n were even, the answer would be \0; the answer would be \0 if; is the answer \0?
-    \bif\b[^.\n]*\b(?:were|had)\b[^.\n]*\banswer[ ]would\b[^.\n]*\0|
+    \bif\b[^.\n]*\b(?:were|was|had)\b[^.\n]*\banswer[ ]would\b[^.\n]*\0|
     \bwould\b[^.\n\0]*\0[^.\n]*\b(?:if|unless|but)\b|
     \b(?:is|are|be)[\s*_]*\0(?:[^.!?\n]|\.\d)*(?<!right)\?""")
 # An answer, \0, and words that take it back. A letter, yes and no cannot be: "No. That is wrong."
@@ -119,6 +120,11 @@ SENTENCE_END = re.compile(YES_END + r"[.!?*\"]*(?:\.(?=\s|\Z)|\n|\Z|</(?:answer|
                           r"- not|rather than|instead of|although|even though|(?:is|are) (?:the )?correct|"
                           r"(?:is|are) (?:the )?right)\b|[,;]\s+(?!and\b|or\b)(?=[a-z]{2})", re.IGNORECASE)
 VERB = re.compile(r"\A.*\s(?:is|are|equals)\s+", re.DOTALL)
+# Behind a formula: the answer is more than that formula.
+GOES_ON = re.compile(
+    r"(?:is|are|equals|=)\s|(?:\w+illion|thousand|hundred|dozen|and a half|halves|thirds|squared|cubed|pi|"
+    r"or (?:more|less|fewer|greater)|to the power)\b|(?:(?:plus|minus|times|over|through|to|out of|less than|"
+    r"more than|divided by|percent of)\s+|[-+/^:]\s*)(?=\$?[\d\\])|\$\\pm|\$[-+]")
 FILLER = re.compile(r"^(?:(?:therefore|thus|indeed|then|simply|exactly|just|only|approximately|about|clearly|"
                     r"definitely|certainly|actually|obviously|of course|either|both|none other than|equal to|"
                     r"no other than|option|choice)\b[,:]?\s*)+(?=\S)", re.IGNORECASE)
@@ -192,7 +198,7 @@ def read_phrase(tail: str) -> str:
     """Read the answer behind "the answer is": formulas, or a sentence without its remarks."""
     tail = BUT.sub("", FILLER.sub("", tail))
     math, formulas = MATH.match(tail), []
-    if math and not re.match(r"\s*(?:is|are|equals|=)\s", tail[math.end():]):
+    if math and not GOES_ON.match(tail, math.end()):
         while math:
             formulas.append(next(filter(None, math.groups())))
             gap = re.match(r"(?:,|and\b|or\b|\s)*", tail[math.end():])

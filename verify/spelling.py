@@ -169,7 +169,8 @@ RULES = [(re.compile(pattern), new, example) for pattern, new, example in (
     # a point
     (r"^([A-Z])\s*(?=\([^()=<>]*,[^()=<>]*\)$)", r"\1=", "P(2,3) → P=(2,3)"),
     (r"^(?!.*\\pm)(.*)\\mp(?![a-z])", r"\1\\pm", r"2\mp 1 → 2\pm 1"),  # signs that no other goes with
-    (r"([A-Za-z])(?:\^\s*\{?\s*\\prime\s*\}?|')", r"\1_{p}", "x' → x_{p}"),  # primes
+    (r"([A-Za-z])((?:\^\s*\{?(?:\s*\\prime)+\s*\}?|')+)",
+     lambda m: m[1] + "_{" + "p" * len(re.findall("prime|'", m[2])) + "}", "x'' → x_{pp}"),  # primes
     (r"\\(vec|hat|bar)\s+([a-zA-Z])", r"\\\1{\2}", r"\vec v → \vec{v}"),  # marks on letters
     (rf"\\([pb]?matrix){BRACED}", r"\\begin{\1}\2\\end{\1}",
      r"\pmatrix{1&2} → \begin{pmatrix}1&2\end{pmatrix}"),  # a matrix by plain TeX
@@ -202,7 +203,8 @@ RULES = [(re.compile(pattern), new, example) for pattern, new, example in (
     (rf'(?:{CIRCLE}|\s*"?\s*\bdegrees?)\s*"?\s*([CF])"?\s*\.?$', r'"\1"', r'30^\circ C → 30"C"'),
     (rf"{CIRCLE}\s*\.?$", '"degrees"', r'60^\circ → 60"degrees"'),  # degrees
     # degrees within a formula, percent
-    (rf"{CIRCLE}|\\deg(?:ree)?(?![a-zA-Z])|\\?%|(?i:\b(?:percent|per cent|pct|percentage points?)\b)", "",
+    (rf"{CIRCLE}(?! ?\d)|\\deg(?:ree)?(?![a-zA-Z])|\\?%|(?i:\b(?:percent|per cent|pct|percentage points?)\b)",
+     "",
      r"60^\circ, 30\% → 60, 30"),
     (r'"?\s*\\mu\s*"?(\w+)"|(?<=\d) ?\\mu (m|s|g|L|A|mol)$', r'"u\1\2"', r'5\mu "m" → 5"um"'),  # micro
     (r'"\s*(\w?)\\Omega\s*"|\\Omega\s*(?=$|(?:\\cdot|/) ?")', r'"\1ohm"', r'5\Omega → 5"ohm"'),  # ohm
@@ -303,8 +305,7 @@ RULES = [(re.compile(pattern), new, example) for pattern, new, example in (
     (rf'(?<=[\d)}}\]"]) ?(/|\\cdot )? ?(?:[(\[]|(?<!\}})(?<!\}} )\{{) ?({UNIT_PRODUCT}) ?[)\]}}]', r" \1\2",
      '5("m") → 5 "m"'),  # brackets around a unit
     # a product of units
-    (rf"(?:^|(?<=[\w)}}\]])) ?()((?:\\cdot|/)? ?{UNIT_PRODUCT})", write_unit, '5 "m"/"s" → 5" m / s "'),
-)]
+    (rf"(?:^|(?<=[\w)}}\]])) ?()((?:\\cdot|/)? ?{UNIT_PRODUCT})", write_unit, '5 "m"/"s" → 5" m / s "'))]
 
 
 def normalise(answer: str) -> str:

@@ -44,7 +44,8 @@ def parts(cfg: Any, run: Any) -> Any:
     if cfg.rollout.engine == "vllm":
         attach(run.engine.llm, history.drafts)
     else:
-        run.engine.decoding = partial(DraftDecoding, history.drafts)
+        # Of the engine itself, if an environment is around it.
+        getattr(run.engine, "engine", run.engine).decoding = partial(DraftDecoding, history.drafts)
     return replace(run, history=history,
                    measures=(*run.measures, partial(share_drafted, cfg.rollout.tensor_parallel)))
 

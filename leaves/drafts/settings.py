@@ -8,7 +8,6 @@ REQUIRES = {
     "rollout.drafts=true": [
         "windows.tokens=null: drafts are of whole completions",
         "windows.max_age=null: drafts are of completions by one policy",
-        "environment.file=null: drafts hold no replies",
         "labels.kind=gold: votes are not asked for a group at a time",
         "prune.prompts.kind=none, bernoulli, rank, pps or greso: DEPO has a history of its own"],
 }

@@ -130,7 +130,8 @@ def run_config(out, *settings: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [
     ("prune.prompts={kind: pps, share: 0.5}",), ("rollout.until=informative", "rollout.max_rounds=2"),
-    ("prune.completions={kind: topk, keep: 2}", "update.minibatches=2")])
+    ("prune.completions={kind: topk, keep: 2}", "update.minibatches=2"),
+    ("rollout.stop=['=']", "environment={file: toy/calculator.py, max_context: 256}")])
 def test_a_run_with_drafts_is_the_run_without_and_goes_on_as_itself(settings, tmp_path):
     plain = weights(train.train(run_config(tmp_path / "plain", *settings)))
     cfg = run_config(tmp_path / "run", "rollout.drafts=true", "checkpoint.every=1", *settings)

@@ -54,7 +54,7 @@ def run_silently(source: Source, work: Callable, row: dict) -> object:
 
 def list_schemas(scope: dict) -> list[dict]:
     """Describe the tools of a file as chat templates take them; an empty list with reply()."""
-    return [*map(describe, list_tools(scope).values())]
+    return [describe(name, tool) for name, tool in list_tools(scope).items()]
 
 
 def list_tools(scope: dict, turn: Turn | None = None) -> dict[str, Callable]:
@@ -100,22 +100,22 @@ def play(factory: Callable, turn: Turn | None) -> dict[str, Callable]:
     return tools
 
 
-def describe(tool: Callable) -> dict:
-    """Describe a function by its name, its types and its docstring, as transformers' get_json_schema does."""
+def describe(name: str, tool: Callable) -> dict:
+    """Describe a function by its types and its docstring, as transformers' get_json_schema does."""
     written, schema = inspect.getdoc(tool) or "", TypeAdapter(tool).json_schema()
     schema.pop("additionalProperties", None)
     if schema["type"] == "array":
-        raise WrongFile(f"{tool.__name__}{inspect.signature(tool)} must take its arguments by name")
+        raise WrongFile(f"{name}{inspect.signature(tool)} must take its arguments by name")
     if inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
-        raise WrongFile(f"{tool.__name__}() must return its result, and not yield it")
-    for name, about in schema["properties"].items():
+        raise WrongFile(f"{name}() must return its result, and not yield it")
+    for argument, about in schema["properties"].items():
         for key in ("title", "default"):
             about.pop(key, None)
-        if found := re.search(rf"(?m)^( +){name}\b[^:\n]*:(.*(?:\n\1 +.*)*)", written):
+        if found := re.search(rf"(?m)^( +){argument}\b[^:\n]*:(.*(?:\n\1 +.*)*)", written):
             about["description"] = " ".join(found[2].split())
     summary = re.split(r"\s*\n(?:Args|Returns|Raises|Yields|Examples?):", written)[0]
     return {"type": "function", "function": {
-        "name": tool.__name__, "description": summary, "parameters": {"type": "object"} | schema}}
+        "name": name, "description": summary, "parameters": {"type": "object"} | schema}}
 
 
 def reply_to(scope: dict, turn: Turn) -> Reply:

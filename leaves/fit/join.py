@@ -86,9 +86,8 @@ def explain_choice(cfg: Config, here: Config, choice: Choice) -> Iterator[str]:
     """Say why a choice is not the expected one."""
     machine, slots = choice.machine, here.rollout.slots
     if slots < min(cfg.rollout.slots, sequences_asked(here, machine.ranks)):
-        why = f"{machine.free / 2**30:.1f} GiB have no room for more"
-        if slots == choice.saved.get("rollout.slots"):
-            why = "as before"
+        before = slots == choice.saved.get("rollout.slots")
+        why = "as before" if before else f"{machine.free / 2**30:.1f} GiB have no room for more"
         yield f"rollout.slots={slots}, not {cfg.rollout.slots}: {why}"
     needed = used(here, choice, "update")
     if needed > machine.free:

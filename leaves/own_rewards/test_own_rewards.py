@@ -259,7 +259,7 @@ def test_a_child_of_a_function_does_not_answer_for_it(tmp_path):
 END = "def reward(text, gold, tokens, row):\n    "
 # body or whole file -> what is said before the run; None: the run ends well
 HOSTILE = {
-    "sys.exit": (END + "import sys; sys.exit(0)", "it raises SystemExit in line 2: 0"),
+    "sys.exit": (END + "import sys; sys.exit(0)", r"a call ended its process by an exit of its own \(row toy"),
     "os._exit": (END + "import os; os._exit(0)", r"a call ended its process by an exit of its own \(row toy/train/0\)"),
     "sleeps": (END + "import time; time.sleep(10**6)", "3 s of computing or of waiting"),
     "threads": ("import threading, time\nthreading.Thread(target=time.sleep, args=(99,)).start()\n" + END + "return 1",
