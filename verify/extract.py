@@ -53,8 +53,8 @@ DENIED = re.compile(r"""(?ix)
     \b(?:(?:(?:not|never|hardly|cannot|refuse|nobody|they|one|you|some|someone|many|people|
                 (?:his|her|my)[ ]\w+|students)(?:[ ](?:might|may|could|would|will|often|also))?|
                 \w+n['’]t|students|tempting)(?:[ ](?:be|to|the))*[ ](?:thinks?|thought|believe|
-            say|said|mean|claim|guess|assume|expect|argue|conclude|sure|convinced|certain|true|correct|like|likely|
-            clear|case|that)|false|wrong|untrue|unlikely|impossible|no[ ]way|(?<!no[ ])doubt|suppose|assume|
+            say|said|mean|claim|guess|assume|expect|argue|conclude|sure|convinced|certain|true|correct|like|
+            likely|clear|case|that)|false|wrong|untrue|unlikely|impossible|no[ ]way|(?<!no[ ])doubt|suppose|assume|
             assuming|let|if|whether)
         (?:[ ](?:that|if|whether|the|my|our|your|this|final|correct))*
         [ ]answers?\b[^.,;\n\0]{0,80}?\b(?:is|are|be|was|were|equals)\b[\s:*_$\\(\[]*\0|
