@@ -54,8 +54,8 @@ DENIED = re.compile(r"""(?ix)
                 (?:his|her|my)[ ]\w+|students)(?:[ ](?:might|may|could|would|will|often|also))?|
                 \w+n['’]t|students|tempting)(?:[ ](?:be|to|the))*[ ](?:thinks?|thought|believe|
             say|said|mean|claim|guess|assume|expect|argue|conclude|sure|convinced|certain|true|correct|like|
-            likely|clear|case|that)|false|wrong|untrue|unlikely|impossible|no[ ]way|(?<!no[ ])doubt|suppose|assume|
-            assuming|let|if|whether)
+            likely|clear|case|that)|false|wrong|untrue|unlikely|impossible|no[ ]way|(?<!no[ ])doubt|suppose|
+            assume|assuming|let|if|whether)
         (?:[ ](?:that|if|whether|the|my|our|your|this|final|correct))*
         [ ]answers?\b[^.,;\n\0]{0,80}?\b(?:is|are|be|was|were|equals)\b[\s:*_$\\(\[]*\0|
     # no answer is \0; to check our answer: \0; which is the answer \0
