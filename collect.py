@@ -106,7 +106,8 @@ class Selection:
             cfg.pack.budget,
             not with_gradient,
             cfg.advantage,
-            cfg.update.epochs if cfg.update.redraw else 1)
+            cfg.update.epochs if cfg.update.redraw else 1
+        )
 
 
 def prompts_needed(rolled: Rolled, selection: Selection, seed: int) -> int:
@@ -204,7 +205,8 @@ def choose(rolled: Rolled, selection: Selection, seed: int, epoch: int = 0) -> B
         drawn,
         keep_NG=drawn.keep_NG & scored_NG,
         weight_NG=drawn.weight_NG * weight_N1 * scored_NG,
-        prob_NG=drawn.prob_NG * prob_N1)
+        prob_NG=drawn.prob_NG * prob_N1
+    )
 
     if groups and getattr(settings, "compare", "all") == "kept":  # PODS compares the kept alone
         reward_of_kept = rewards_of_kept(rolled.rewards, chosen, pruned.keep_NG)

@@ -165,7 +165,8 @@ def to_prompts(
     tokenizer: Tokenizer,
     system: str | None,
     max_tokens: int,
-    drop_longer: bool = False) -> list[Prompt]:
+    drop_longer: bool = False
+) -> list[Prompt]:
     """Render and tokenize problems. A prompt longer than `max_tokens` is an error or left out, never cut.
 
     Raises ConfigError for a prompt without tokens too.

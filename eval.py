@@ -118,7 +118,8 @@ def evaluate(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, settings: 
 
 
 def sample_responses(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet,
-                     requests: list[tuple[int, Request]], settings: Eval, progress: str | None) -> list[dict]:
+                     requests: list[tuple[int, Request]], settings: Eval, progress: str | None
+                     ) -> list[dict]:
     """Sample and judge the k-th answer to a prompt for each (k, its request). All ranks return all."""
     local = dist.local_slice(requests)
     asked = [request for _, request in local]

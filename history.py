@@ -125,7 +125,8 @@ class PromptHistory:
             hard_K=(-flat_K).clamp(min=0),
             mean=fmean(known) if len(known) else math.nan,  # of an exact sum, whatever the order
             explore=self.explore,
-            rows=[self.prompts[k].row for k in numbers])
+            rows=[self.prompts[k].row for k in numbers]
+        )
 
     def record(self, rolled: Rolled) -> None:
         """Remember a round's rollouts, for pruning prompts. A group that shows nothing (`has_comparison`)

@@ -199,7 +199,8 @@ def optimizer_step(
     rate: float,
     clip_norm: float,
     loss: Tensor | float,
-    not_finite: Callable[[str], NotFinite]) -> float:
+    not_finite: Callable[[str], NotFinite]
+) -> float:
     """Take one step of all optimizers on the accumulated gradient; returns its norm before clipping.
 
     Every group of parameters steps at `rate`, times its factor "lr_scale", if an optimizer gives it one.

@@ -66,7 +66,8 @@ def rollout_metrics(rolled: Rolled, batch: Batch) -> Metrics:
         "prune/offered": batch.offered * weight_NG.shape[1] - int(batch.reward_NG.isnan().sum()),
         "prune/kept": int(batch.pruned.keep_NG.sum()),
         "prune/weight_max": max(weight_NG.flatten().tolist(), default=0.0),
-        "prune/ess": (weight_NG.sum() ** 2 / weight_NG.square().sum()).nan_to_num().item()}
+        "prune/ess": (weight_NG.sum() ** 2 / weight_NG.square().sum()).nan_to_num().item()
+    }
     if batch.error is not None:
         metrics["prune/error"] = batch.error
     if tokens:
@@ -109,7 +110,8 @@ def list_decisions(rolled: Rolled, batch: Batch) -> dict:
         trained[draw] = {
             "place": batch.places[n],
             "completion_prob": pruned.prob_NG[n].tolist(),
-            "completion_weight": pruned.weight_NG[n].tolist()}
+            "completion_weight": pruned.weight_NG[n].tolist()
+        }
         if batch.tokens:
             trained[draw]["completion_tokens"] = list(map(len, batch.tokens[n]))
     name, value_NG = "reward", rolled.rewards.total_NG
@@ -171,7 +173,8 @@ def describe_completions(rolled: Rolled, n: int, batch: Batch, place: int | None
             "trained": trained,
             "size": drawn(pruned.size_NG),
             "prob": drawn(pruned.prob_NG),
-            "weight": drawn(pruned.weight_NG) or 0.0} | ({"turns": turns} if len(turns) > 1 else {})
+            "weight": drawn(pruned.weight_NG) or 0.0
+        } | ({"turns": turns} if len(turns) > 1 else {})
 
 
 # By line: of all passes, of the first pass of each row, and of tokens with a log-prob before the update.
@@ -245,7 +248,8 @@ class PassSums:
             "pack/tokens": int(total["packed"]),
             "pack/rows": int(total["rows"]),
             "pack/density": total["packed"] / max(total["rows"] * self.pack.capacity, 1),
-            "pack/imbalance": imbalance}
+            "pack/imbalance": imbalance
+        }
 
 
 # ---- memory in use

@@ -37,7 +37,8 @@ KEPT_PRODUCTS = {
     "_scaled_dot_product_flash_attention_for_cpu",
     "_varlen_attn",
     "_scaled_dot_product_efficient_attention",
-    "_flash_attn_varlen_forward"}
+    "_flash_attn_varlen_forward"
+}
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
@@ -198,7 +199,8 @@ selective = partial(create_selective_checkpoint_contexts, keep_products)
 BLOCK_CALLS = {
     "none": call,
     "selective": partial(checkpoint_block, context_fn=selective),
-    "all": checkpoint_block}
+    "all": checkpoint_block
+}
 
 
 class Decoder(nn.Module):
@@ -240,7 +242,8 @@ class Decoder(nn.Module):
         attend: Attend,
         predict_C: Tensor,
         target_C: Tensor,
-        temperature: float) -> Tensor:
+        temperature: float
+    ) -> Tensor:
         """Compute log softmax(logits / temperature)[target] after the tokens at predict_C, in nats, [C].
         Training calls the module, so that weights spread over the ranks are gathered."""
         hidden_TD = self.hidden(ids_T, position_T, attend)
@@ -455,7 +458,8 @@ def pad_batch(segments: Segments, members: list[int]) -> tuple[Tensor, Attend]:
             pad(v, key_SL),
             attn_mask=seen_SML,
             is_causal=seen_SML is None,
-            enable_gqa=q.shape[1] != k.shape[1])
+            enable_gqa=q.shape[1] != k.shape[1]
+        )
         return out.transpose(1, 2).flatten(0, 1).index_select(0, real_Q)
 
     return query_SM.flatten()[real_Q], attend
@@ -482,7 +486,8 @@ def flash_varlen(segments: Segments) -> Attend:
 BACKENDS = {  # model.attention -> function that makes the attention of segments
     "sdpa": sdpa_padded,
     "varlen": partial(attend_by_kernel, kernel=partial(varlen_attn, enable_gqa=True)),  # torch's own, on CUDA
-    "flash": flash_varlen}
+    "flash": flash_varlen
+}
 
 
 def empty_model(folder: Path, dtype: torch.dtype) -> Decoder:

@@ -225,4 +225,5 @@ def build_row(minibatch: Minibatch, plan: Plan) -> Row:
         sampled_logp_C=torch.from_numpy(np.concatenate(logp)),
         adv_C=minibatch.adv_NG[n_C, g_C],
         members=tuple(plan.members), counts=plan.counts,
-        **{name: x_NG[n_C, g_C] * factor_C for name, x_NG in weights.items() if x_NG is not None})
+        **{name: x_NG[n_C, g_C] * factor_C for name, x_NG in weights.items() if x_NG is not None}
+    )

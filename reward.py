@@ -122,7 +122,8 @@ def score(
     completions: list[tuple[Sequence[str], Problem | Prompt, int]],
     longest: int,
     cfg: Reward,
-    graded: bool = True) -> list[list[float]]:
+    graded: bool = True
+) -> list[list[float]]:
     """Compute the values of `list_components` for each (turns, problem, tokens) of up to `longest` tokens.
 
     The last turn is the policy's, which is graded. The user's functions may ask for those before it too.

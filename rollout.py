@@ -75,7 +75,8 @@ class Cache:
         attention: str,
         slots: int,
         prompts: list[Ids],
-        max_new_tokens: int):
+        max_new_tokens: int
+    ):
         self.model = model
         self.attention = attention  # a key of BACKENDS, for prompts
         shape = model.shape
@@ -350,7 +351,8 @@ class TorchEngine:
         requests: list[Request],
         temperature: float,
         top_p: float = 1.0,
-        progress: str | None = None) -> list[Sample]:
+        progress: str | None = None
+    ) -> list[Sample]:
         """Sample the new tokens of each request, in order. A finished slot takes the next request at once.
 
         Several completions of a prompt have a seed each. top_p below 1 is for evaluation: the log-probs are

@@ -105,7 +105,8 @@ class VLLMEngine:
         requests: list[Request],
         temperature: float,
         top_p: float = 1.0,
-        progress: str | None = None) -> list[Sample]:
+        progress: str | None = None
+    ) -> list[Sample]:
         """Sample the new tokens of each request, in order, as TorchEngine.generate.
 
         With tensor_parallel above 1 all ranks call it: ranks that share an engine sample for each other, in
@@ -130,7 +131,8 @@ class VLLMEngine:
                 stop=self.stops,
                 detokenize=bool(self.stops),
                 logprobs=0,
-                flat_logprobs=True))
+                flat_logprobs=True
+            ))
         # False, not a disabled bar: vLLM divides by the seconds that the bar was shown.
         bar = partial(tqdm, leave=False) if progress and sys.stderr.isatty() else False
         try:

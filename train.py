@@ -243,7 +243,8 @@ def load_prompts(cfg: Config, source: Path, tokenizer: Tokenizer, sets: list[Eva
         settings.dir,
         True,
         settings.columns,
-        cfg.reward.needs_answers and gold)
+        cfg.reward.needs_answers and gold
+    )
     if gold:  # votes read no answer
         held_out = [p for s in sets for p in s.problems]
         problems = data.drop_overlap(problems, held_out)
@@ -256,7 +257,8 @@ def load_prompts(cfg: Config, source: Path, tokenizer: Tokenizer, sets: list[Eva
         tokenizer,
         settings.system_prompt,
         settings.max_prompt_tokens,
-        settings.drop_longer)
+        settings.drop_longer
+    )
     kept = {prompt.id for prompt in prompts}
     problems = [p for p in problems if p.id in kept]  # checks before a run compare both in order
     inputs = checkpoint.inputs_of(source, prompts, {s.name: s.prompts for s in sets})
@@ -283,7 +285,8 @@ def load_models(cfg: Config, task: data.Task, weights: Weights) -> tuple[Learner
         task.source,
         longest,
         "data.max_prompt_tokens and rollout.max_new_tokens or eval.max_new_tokens, or "
-        "environment.max_context")
+        "environment.max_context"
+    )
     device = dist.init(find_device(cfg.device))
     learner = build_learner(cfg, task.source, device, weights)
     spec = leaves.through("spec", cfg, engine_spec(cfg, device, task.tokenizer, longest))

@@ -99,7 +99,8 @@ def make_minibatch(learner: Learner, batch: Batch, places: list[int]) -> Minibat
         likelihood_NG,
         bonus_NG,
         tokens,
-        dist.seed_for(batch.seed, *places[:1], "minibatch"))
+        dist.seed_for(batch.seed, *places[:1], "minibatch")
+    )
 
 
 @torch.no_grad()

@@ -114,7 +114,8 @@ def dtype_of_trained(model: nn.Module) -> torch.dtype:
 def gather_full(
     tensor: Tensor,
     device: torch.device | None = None,
-    dtype: torch.dtype | None = None) -> Tensor:
+    dtype: torch.dtype | None = None
+) -> Tensor:
     """Gather a sharded tensor from all ranks, which must all call this. Shards are cast and moved first: 16
     bits are half the bytes to send, and GPUs send faster."""
     mine = local_shard(tensor).to(device=device, dtype=dtype)

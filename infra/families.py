@@ -204,7 +204,8 @@ def shape_of(raw: dict[str, Any]) -> Shape:
         max_positions=said.max_position_embeddings,
         **read_layers(said, family),
         query_scale=said.query_pre_attn_scalar and (head_dim / said.query_pre_attn_scalar) ** 0.5,
-        dtype=getattr(torch, said.dtype or said.torch_dtype or "float32"))
+        dtype=getattr(torch, said.dtype or said.torch_dtype or "float32")
+    )
     require_computable(shape)
     return shape
 
@@ -217,7 +218,8 @@ def require_computable(shape: Shape) -> None:
         f"a head_dim of {head_dim}, which is odd,": head_dim % 2 or not head_dim,
         f"partial_rotary_factor={share}": head_dim * share % 2 or (share < 1 and not shape.family.neighbours),
         f"num_attention_heads={shape.heads}, no multiple of num_key_value_heads={shape.kv_heads},":
-            shape.heads % shape.kv_heads}
+            shape.heads % shape.kv_heads
+    }
     for name, present in unsupported.items():
         if present:
             raise ConfigError(f"{name} is not supported")
@@ -238,7 +240,8 @@ def read_layers(said: ConfigFile, family: Family) -> dict[str, tuple]:
     ropes = read_ropes(said, family)
     return {
         "ropes": tuple(ropes[types[layer]] if turns[layer] else None for layer in layers),
-        "windows": tuple(window if types[layer] == SLIDING else None for layer in layers)}
+        "windows": tuple(window if types[layer] == SLIDING else None for layer in layers)
+    }
 
 
 def read_ropes(said: ConfigFile, family: Family) -> dict[str, Rope]:

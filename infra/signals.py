@@ -29,7 +29,8 @@ def find_file(error: OSError) -> object:
 
 def exit_status(
     program: Callable[[], int | None],
-    remedy: Callable[[], str] = lambda: "start it again") -> int:
+    remedy: Callable[[], str] = lambda: "start it again"
+) -> int:
     """Run a program and return its exit status: its own or 0, 2 for a user's error, 130 after a signal.
 
     `remedy` tells how to go on with work that was stopped.

@@ -305,7 +305,8 @@ RULES = [(re.compile(pattern), new, example) for pattern, new, example in (
     (rf'(?<=[\d)}}\]"]) ?(/|\\cdot )? ?(?:[(\[]|(?<!\}})(?<!\}} )\{{) ?({UNIT_PRODUCT}) ?[)\]}}]', r" \1\2",
      '5("m") → 5 "m"'),  # brackets around a unit
     # a product of units
-    (rf"(?:^|(?<=[\w)}}\]])) ?()((?:\\cdot|/)? ?{UNIT_PRODUCT})", write_unit, '5 "m"/"s" → 5" m / s "'))]
+    (rf"(?:^|(?<=[\w)}}\]])) ?()((?:\\cdot|/)? ?{UNIT_PRODUCT})", write_unit, '5 "m"/"s" → 5" m / s "')
+)]
 
 
 def normalise(answer: str) -> str:

@@ -104,7 +104,8 @@ class Teacher:
         drawn = prepared and (self.second.keep or self.second.error)
         return self.draw(learner, minibatch, changed) if drawn else changed
 
-    def draw(self, learner: Learner, minibatch: Minibatch, prepared: list[PreparedRow]) -> list[PreparedRow]:
+    def draw(self, learner: Learner, minibatch: Minibatch, prepared: list[PreparedRow]
+             ) -> list[PreparedRow]:
         """Draw completions by the sizes of their gradients, and pack those that are kept anew. Collective."""
         names = [name for name in COLUMNS if getattr(prepared[0], name) is not None]
         pieces = dict(dist.gather([

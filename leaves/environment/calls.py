@@ -14,7 +14,8 @@ from pydantic import AliasChoices, BaseModel, Field, Json
 WANTED = {
     "qwen": '<tool_call>{"name": ..., "arguments": {...}}</tool_call>',
     "llama": 'a turn that ends in {"name": ..., "parameters": {...}}',
-    "plain": 'a turn that ends in {"name": ..., "arguments": {...}}'}
+    "plain": 'a turn that ends in {"name": ..., "arguments": {...}}'
+}
 THOUGHT = re.compile(r"""(?isx)
     [<\[] (think(?:ing)?|thought|reasoning) [>\]] .*? (?: [<\[]/\1[>\]] | \Z)
     | \A (?: (?![<\[]think) . )*? </think>        # the prompt has opened it""")

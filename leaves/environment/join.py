@@ -108,7 +108,8 @@ class Dialogue(Sample):
             replies=self.replies + tuple((length + start, length + to) for start, to in piece.replies),
             calls=self.calls + piece.calls,
             failures=self.failures + piece.failures,
-            cut=piece.cut)
+            cut=piece.cut
+        )
 
     def first(self, count: int) -> "Dialogue":
         first = Sample.first(self, count)

@@ -44,7 +44,8 @@ def phases(cfg: Config, shape: Shape, ranks: int) -> dict[str, Parts]:
         "weights": weights // ranks,
         "moments": moments // ranks,
         "reference": element_size(cfg) * count // ranks * (has_reference(cfg) and not lora),
-        "critic and its moments": (weights + moments) // ranks * (cfg.advantage.kind == "gae")}
+        "critic and its moments": (weights + moments) // ranks * (cfg.advantage.kind == "gae")
+    }
     if teacher := getattr(getattr(cfg, "teacher", None), "path", None):
         read = parameters(find_shape(teacher, "teacher.path")) if count else 0
         held["teacher"] = element_size(cfg) * read // ranks
@@ -56,7 +57,8 @@ def phases(cfg: Config, shape: Shape, ranks: int) -> dict[str, Parts]:
     return {
         "update": held | {name: sampling[name] for name in staying} | {"gradients": 4 * count // ranks}
                   | row_parts(cfg, shape, *planned_row(cfg)),
-        "rollout": held | sampling}
+        "rollout": held | sampling
+    }
 
 
 def element_size(cfg: Config) -> int:
@@ -108,7 +110,8 @@ def row_parts(cfg: Config, shape: Shape, tokens: int, keys: int) -> Parts:
     return {
         "embedding and head, as computed with": element * (table_weights(shape) + head),
         "activations of a row": shape.layers * kept,
-        "log-prob head, or a block at work": max(logits, block)}
+        "log-prob head, or a block at work": max(logits, block)
+    }
 
 
 def kept_numbers(shape: Shape, how: str, tokens: int, keys: int, padded: bool) -> int:

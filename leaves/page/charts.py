@@ -26,28 +26,34 @@ CHARTS = {
         "reward/mean": "of the completions of a step; it should rise, then level off",
         "reward/std": "at 0 all rewards are equal and nothing is learnt",
         "reward/*": "means before their weights; each component with a weight should rise",
-        "advantage/flat_groups": "share of groups of equal rewards, which have no gradient"},
+        "advantage/flat_groups": "share of groups of equal rewards, which have no gradient"
+    },
     "Completions": {
         "rollout/length": "tokens per completion; steady, or rising with the reward, is good",
         "rollout/truncated": "share of completions; if it is not near 0 raise rollout.max_new_tokens",
-        "rollout/entropy": "nats per token; a slow fall is good, a fall to 0 ends exploration"},
+        "rollout/entropy": "nats per token; a slow fall is good, a fall to 0 ends exploration"
+    },
     "Pruning": {
         "prune/offered prune/kept": "completions of a step; the gap is what pruning left out",
         "prune/weight_max": "of a kept completion; a large weight makes the gradient noisy",
         "prune/ess": "effective sample size; close to the number of kept completions is good",
-        "prune/skipped": "prompts that were not rolled out, and cost no tokens"},
+        "prune/skipped": "prompts that were not rolled out, and cost no tokens"
+    },
     "Update": {
         "train/kl": "to the initial model, nats per token; a jump shows that the policy has drifted",
         "train/clipped": "share of tokens that the trust region stops; a few percent is good",
         "train/grad_norm": "before clipping; spikes are a bad sign",
         "train/lr": "it should follow optim.schedule",
         "mismatch/logp_abs_mean": "trainer against engine; small and steady is good",
-        "critic/explained_variance": "above 0 the critic is useful, 1 is perfect"},
+        "critic/explained_variance": "above 0 the critic is useful, 1 is perfect"
+    },
     "Cost": {
         "rollout/tokens train/tokens": "of a step; the gap is what pruning and flat groups saved",
         "time/*": "seconds of a step, on rank 0; rollout and update should take most",
-        "memory/peak_gib": "the most that a rank has held so far; flat after the first steps is good"},
-    "All others": {"*": ""}}
+        "memory/peak_gib": "the most that a rank has held so far; flat after the first steps is good"
+    },
+    "All others": {"*": ""}
+}
 SIDES = ("the others", "right, or a reward above the mean of its group")
 BINS = 10           # of the mean of a group, and one more
 SIZE = (3.7, 2.2)   # inches; a page has several beside each other, a phone one

@@ -56,7 +56,8 @@ def before_run(_: Config, ready: Ready) -> Ready:
         check_ends(task.tokenizer, policy.shape.vocab_size),
         check_template(task.tokenizer, cfg.data.system_prompt),
         check_verifier(task.problems),
-        check_rewards(cfg.reward, task))
+        check_rewards(cfg.reward, task)
+    )
     return replace(ready, checks=ready.checks + checks)
 
 

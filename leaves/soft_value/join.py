@@ -75,7 +75,8 @@ def estimate_table(
     prompts: list[Prompt],
     settings: SoftValue,
     folder: Path,
-    sampled: bool) -> dict[str, float]:
+    sampled: bool
+) -> dict[str, float]:
     """Estimate V* of all prompts, by id, by the initial policy, which the engine holds.
 
     Rewards are appended to soft_values.jsonl, so that an interrupted run samples only missing prompts. After

@@ -23,7 +23,8 @@ HOOKS = ("parts", "begin")
 REQUIRES = {
     "advantage.kind=soft_value": [
         "labels.kind=gold: V* is estimated from the answers of the data",
-        "windows.max_age=null: V* is estimated in one rollout of all prompts"],
+        "windows.max_age=null: V* is estimated in one rollout of all prompts"
+    ],
     "advantage.residual": [
         "loss.trust.kind=none: only then is its gradient the squared loss's",
         "loss.normalize=sum: only then is its gradient the squared loss's",
