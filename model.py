@@ -486,7 +486,7 @@ def flash_varlen(segments: Segments) -> Attend:
 BACKENDS = {  # model.attention -> function that makes the attention of segments
     "sdpa": sdpa_padded,
     "varlen": partial(attend_by_kernel, kernel=partial(varlen_attn, enable_gqa=True)),  # torch's own, on CUDA
-    "flash": flash_varlen
+    "flash": flash_varlen,
 }
 
 

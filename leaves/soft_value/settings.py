@@ -23,9 +23,11 @@ HOOKS = ("parts", "begin")
 REQUIRES = {
     "advantage.kind=soft_value": [
         "labels.kind=gold: V* is estimated from the answers of the data",
-        "windows.max_age=null: V* is estimated in one rollout of all prompts"
+        "windows.max_age=null: V* is estimated in one rollout of all prompts",
     ],
     "advantage.residual": [
         "loss.trust.kind=none: only then is its gradient the squared loss's",
         "loss.normalize=sum: only then is its gradient the squared loss's",
-        "prune.tokens.kind=none: its log-ratio is over all tokens"]}
+        "prune.tokens.kind=none: its log-ratio is over all tokens",
+    ],
+}
