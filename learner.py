@@ -231,7 +231,7 @@ def main() -> int:
 
 def export_checkpoint(step: Path, out: Path) -> None:
     """Write the policy of a checkpoint as new Hugging Face folders. Raises ConfigError."""
-    for folder in (out, out.with_name(f"{out.name}_adapter")):  # an adapter's is beside it
+    for folder in (out, out.absolute().with_name(f"{out.name}_adapter")):  # an adapter's is beside it
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"--out {folder} is a file, or a folder with something in it; name a new one")
     require_whole(step)

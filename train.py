@@ -191,8 +191,8 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     log = runfolder.RunLog(folder if dist.is_first() else None)
     if folder.exists():
         log.lock()  # before models are loaded: another run may have only just begun there
-    inputs = task.inputs | weights.identify(task.source) | checkpoint.describe_code()
-    inputs = leaves.through("inputs", cfg, inputs)
+    begun_with = task.inputs | weights.identify(task.source)
+    inputs = leaves.through("inputs", cfg, begun_with | checkpoint.describe_code())
     checkpoint.require_same_ranks(config.flatten(cfg) | files | inputs | {"--resume": resume})
     path, saved = find_newest(resume, folder / "checkpoints")
     if path:
@@ -211,8 +211,8 @@ def prepare(cfg: Config, resume: Resume) -> Run:
         ready = checks.before_run(cfg, checks.Ready(decided, learner, bare_engine, task))
         checks.require_checks(ready.checks)
         dist.barrier()  # every rank has looked at the folder before one writes into it
-        log.create(cfg, resume, learner.device, {"chosen": list_choices(cfg, decided), "inputs": inputs},
-                   files)
+        noted = {"chosen": list_choices(cfg, decided), "inputs": begun_with}
+        log.create(cfg, resume, learner.device, noted, files)
     else:
         checkpoints.load(path)
         history.restore(saved["history"])
@@ -304,8 +304,8 @@ def before_steps(run: Run) -> Parts:
 
 def main() -> int:
     args = commands.of_train(__doc__)
-    return exit_status(
-        partial(run_command, args), lambda: how_to_go_on(Path(config.load(args.config, args.set).out)))
+    return exit_status(partial(run_command, args), lambda: args.config and how_to_go_on(
+        Path(config.load(args.config, args.set).out)))
 
 
 def run_command(args: argparse.Namespace) -> int | None:

@@ -45,7 +45,8 @@ def load_ahead(source: Source, *functions: Callable) -> None:
 
 
 def run_guarded(source: Source, row: dict, work: Callable[[dict], Any]) -> Any:
-    """Do some work with the names of a file for a row. Returns the result, or an error as text."""
+    """Do some work with the names of a file for a row. Returns the result, or an error as text; ends if the
+    work does."""
     if isinstance(scope := LOADED[source], str):
         return scope
     try:

@@ -27,7 +27,7 @@ ONLY_WITH = {
     "rollout.until=informative": ["rollout.oversample", "rollout.differ_in"],
     "rollout.until=full": ["pack.budget"],
     "rollout.until=informative or full": ["rollout.max_rounds"],
-    "eval.temperature": ["eval.n: at 0 answers are greedy, and all the same", "eval.top_p"],
+    "eval.temperature": ["eval.n: at 0 answers are greedy, and all the same"],
     "loss.kl": ["loss.kl_corrected: at 0 there is no KL to correct"],
     "reward.accuracy": [
         "loss.likelihood: at 0 nothing tells what is correct",

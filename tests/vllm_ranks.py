@@ -26,7 +26,7 @@ def main() -> None:
     engine = VLLMEngine(spec(born, dtype=PRECISION.dtype, max_len=256, device=device, tensor_parallel=ranks,
                              sleeps=ranks == 1))
     policy, plain = (load_model(other, PRECISION.dtype, device) for _ in range(2))
-    dist.shard(policy, policy.layers, device, PRECISION.dtype)
+    dist.shard(policy, policy.layers, device, PRECISION.dtype, offload=False)
     gaps, tokens = [], []
     for _ in range(2):  # again after the sharded weights have changed
         engine.sleep()

@@ -64,7 +64,7 @@ def parse_latex(text: str) -> sympy.Basic:
     read = latex2sympy(text, normalization_config=SPELLED, conversion_config=LITERAL)
     # Letters of a gcd are read as polynomials, and of the others a part is dropped.
     half_read = re.search(
-        r"(?:gcd|lcm)\W[^)]*[a-z]|'|\\ldots|!!|\\frac\{(d|\\partial) ?[a-zA-Z]\}\{\1", text)
+        r"(?:gcd|lcm)\W[^)]*[a-z]|'|!!|\\frac\{(d|\\partial) ?[a-zA-Z]\}\{\1", text)
     if half_read or not isinstance(read, sympy.Basic | sympy.MatrixBase):
         raise ValueError(f"nothing to read in {text!r}")
     # The parser takes i for a letter, and decimals for binary fractions.

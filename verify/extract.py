@@ -37,7 +37,7 @@ MARK = re.compile(r"""(?ix)
     <answer>|
     (?:\bcorrection[*_]*:(?:\s*it[ ]should[ ](?:be|have[ ]been))?|
         \b(?:mistake|wrong|error|oops|sorry)\b[^\n]{0,30}?\bit[ ]should[ ](?:be|have[ ]been)\b|
-        (?<![</])(?<!time[ ]to[ ])(?<!confidence[ ]in[ ]the[ ])(?<!number[ ]of[ ])
+        (?<![</])(?<!time[ ]to[ ])(?<!confidence[ ]in[ ]the[ ])
         \banswers?\b(?!\s+(?:key|choices|options|sheet|format|check|confidence))
         (?:,[ ](?:which|as|if)[ ][^,.\n]{0,40},)?
         (?:[^.:=\n$\\<!≠]{0,80}?(?:\b(?:is|are)(?:n['’]t)?\b|\b(?:be|equals)\b|[:=])|[*_\#\s]*\n))[\s:*_]*""")
@@ -59,12 +59,12 @@ DENIED = re.compile(r"""(?ix)
         (?:[ ](?:that|if|whether|the|my|our|your|this|final|correct))*
         [ ]answers?\b[^.,;\n\0]{0,80}?\b(?:is|are|be|was|were|equals)\b[\s:*_$\\(\[]*\0|
     # no answer is \0; to check our answer: \0; which is the answer \0
-    \b(?:wrong|incorrect|false|no)[ ]answers?\b[^.,:;\n\0]*:?\s*\0|
+    \b(?<!/)(?<!or[ ])(?:wrong|incorrect|false|no)[ ]answers?\b[^.,:;\n\0]*:?\s*\0|
     \b(?:check|verif|test|confirm|plug|substitut)\w*(?:[ ](?:in|that|the|my|our|your|this|final))*[ ]answer
         [^\0]*:\s*\0|
     \bis[ ](?:the|my|our)[ ](?:\w+[ ])?answers?[*_\#\s]*\n[\s:*_]*\0|
     # if n were even, the answer would be \0; the answer would be \0 if; is the answer \0?
-    \bif\b[^.\n]*\b(?:were|was|had)\b[^.\n]*\banswer[ ]would\b[^.\n]*\0|
+    \bif\b[^.\n]*\b(?:were|had)\b[^.\n]*\banswer[ ]would\b[^.\n]*\0|
     \bwould\b[^.\n\0]*\0[^.\n]*\b(?:if|unless|but)\b|
     \b(?:is|are|be)[\s*_]*\0(?:[^.!?\n]|\.\d)*(?<!right)\?""")
 # An answer, \0, and words that take it back. A letter, yes and no cannot be: "No. That is wrong."
@@ -122,9 +122,10 @@ SENTENCE_END = re.compile(YES_END + r"[.!?*\"]*(?:\.(?=\s|\Z)|\n|\Z|</(?:answer|
 VERB = re.compile(r"\A.*\s(?:is|are|equals)\s+", re.DOTALL)
 # Behind a formula: the answer is more than that formula.
 GOES_ON = re.compile(
-    r"(?:is|are|equals|=)\s|(?:\w+illion|thousand|hundred|dozen|and a half|halves|thirds|squared|cubed|pi|"
+    r"(?:is|are|equals|=)\s|"
+    r"(?<!\n)(?:(?:\w+illion|thousand|hundred|dozen|and a half|halves|thirds|squared|cubed|pi|"
     r"or (?:more|less|fewer|greater)|to the power)\b|(?:(?:plus|minus|times|over|through|to|out of|less than|"
-    r"more than|divided by|percent of)\s+|[-+/^:]\s*)(?=\$?[\d\\])|\$\\pm|\$[-+]")
+    r"more than|divided by|percent of)\s+|[-+/^]\s*|:)(?=\$?[\d\\])|\$\\pm|\$[-+])")
 FILLER = re.compile(r"^(?:(?:therefore|thus|indeed|then|simply|exactly|just|only|approximately|about|clearly|"
                     r"definitely|certainly|actually|obviously|of course|either|both|none other than|equal to|"
                     r"no other than|option|choice)\b[,:]?\s*)+(?=\S)", re.IGNORECASE)
