@@ -17,6 +17,7 @@ from verify.grade import name_unreadable
 Columns = dict[str, str | None]  # data.columns
 Rows = Iterator[tuple[str, dict]]  # each with its place
 LETTERS = "ABCD"
+GPQA = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 # Other names of columns, as in MATH, on the hub and in verl's sets.
 OTHER_NAMES = {
     "question": ("problem", "prompt", "messages", "conversations"),
@@ -39,15 +40,14 @@ def to_object(pairs: list[tuple]) -> dict:
 
 def with_letters(row: dict) -> dict:
     """Write a row of GPQA as a question with four lettered choices, in an order that its texts decide."""
-    if "Correct Answer" not in row or "answer" in row:
+    question, *choices = map(row.get, GPQA)
+    if "answer" in row or not all(isinstance(text, str) for text in (question, *choices)):
         return row
-    right, question = row["Correct Answer"], row["Question"]
-    choices = [right, *(row[f"Incorrect Answer {i}"] for i in "123")]
     ordered = sorted(choices, key=lambda choice: sha256(f"{question}{choice}".encode()).digest())
     lines = [f"{letter}) {choice.strip()}" for letter, choice in zip(LETTERS, ordered, strict=True)]
     return row | {
         "question": "\n".join([question.strip(), "", *lines]),
-        "answer": LETTERS[ordered.index(right)],
+        "answer": LETTERS[ordered.index(choices[0])],
         "solution": row.get("Explanation") or "",
         "subject": row.get("High-level domain"),
     }

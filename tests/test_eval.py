@@ -217,3 +217,4 @@ def test_gpqa_is_asked_by_letters(tmp_path):
         question, _, *choices = problem.question.split("\n")
         assert f"{problem.answer}) yes" in choices and [c[:3] for c in choices] == ["A) ", "B) ", "C) ", "D) "]
     assert problems == load_problems("gpqa_diamond", str(tmp_path))
+    assert data.with_letters(damaged := rows[0] | {"Incorrect Answer 3": None}) is damaged  # so that it will be refused
