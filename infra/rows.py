@@ -40,14 +40,14 @@ def to_object(pairs: list[tuple]) -> dict:
 
 def with_letters(row: dict) -> dict:
     """Write a row of GPQA as a question with four lettered choices, in an order that its texts decide."""
-    question, *choices = map(row.get, GPQA)
-    if "answer" in row or not all(isinstance(text, str) for text in (question, *choices)):
+    question, right, *wrong = map(row.get, GPQA)
+    if "answer" in row or not all(isinstance(text, str) for text in (question, right, *wrong)):
         return row
-    ordered = sorted(choices, key=lambda choice: sha256(f"{question}{choice}".encode()).digest())
+    ordered = sorted([right, *wrong], key=lambda choice: sha256(f"{question}{choice}".encode()).digest())
     lines = [f"{letter}) {choice.strip()}" for letter, choice in zip(LETTERS, ordered, strict=True)]
     return row | {
         "question": "\n".join([question.strip(), "", *lines]),
-        "answer": LETTERS[ordered.index(choices[0])],
+        "answer": LETTERS[ordered.index(right)],
         "solution": row.get("Explanation") or "",
         "subject": row.get("High-level domain"),
     }
