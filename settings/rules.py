@@ -42,7 +42,7 @@ ONLY_WITH = {
     ],
 }
 
-UNBIASED = "bernoulli or pps"  # kinds of prune.completions and prune.prompts that weigh for chance
+UNBIASED = "bernoulli or pps"  # kinds of prune.completions that weigh for chance
 
 SKIPPED = ("with loss.denominator=all a mean over all tokens needs the lengths of completions that a skipped "
            "prompt never got")
@@ -84,11 +84,11 @@ REQUIRES = {
     f"prune.completions.kind={UNBIASED}": [
         "loss.denominator=all: its weights restore the full batch, not a mean over the kept",
     ],
-    f"prune.prompts.kind={UNBIASED}": [
+    "prune.prompts.kind=bernoulli or pps": [
         "loss.denominator=all: its weights restore the full batch, not a mean over the kept",
         "rollout.until=offered or full: a prompt that is replaced must not be weighed for too",
     ],
-    (f"prune.prompts.kind={UNBIASED} or rank without loss.denominator=kept "
+    ("prune.prompts.kind=bernoulli, pps or rank without loss.denominator=kept "
      "without rollout.until=informative"): [
         f"loss.normalize=sequence, constant or sum: {SKIPPED}",
         f"loss.likelihood=0.0: {SKIPPED}",
