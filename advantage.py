@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from records import Rewards
+from settings.loader import ConfigError
 
 ROUNDING = 1e-11  # of a reward, as of a sum in another order
 
@@ -18,12 +19,14 @@ ROUNDING = 1e-11  # of a reward, as of a sum in another order
 def advantage(rewards: Rewards, settings: Any) -> Tensor:
     """Compare the completions of each group by advantage.kind, [N, G], from all G of them."""
     adv_NG = ESTIMATORS[settings.kind](rewards, settings)
-    if adv_NG.shape != rewards.total_NG.shape:  # of a method of one's own: it would be broadcast further on
-        raise ValueError(f"advantage.kind={settings.kind} returns shape {[*adv_NG.shape]}, and must return "
-                         f"{[*rewards.total_NG.shape]}, a number for each completion of each group")
+    shape = getattr(adv_NG, "shape", None)
+    if shape != rewards.total_NG.shape:  # of a method of one's own: it would be broadcast further on
+        raise ConfigError(
+            f"advantage.kind={settings.kind} returns {f'shape {[*shape]}' if shape else type(adv_NG)}, and "
+            f"must return a tensor {[*rewards.total_NG.shape]}, a number for each completion of each group")
     if (adv_NG.isnan() & ~rewards.total_NG.isnan()).any():  # nan is nobody's but those without a reward
-        raise ValueError(f"advantage.kind={settings.kind} returns nan for a completion that has a reward; "
-                         "torch.nanmean and its like leave out those without one")
+        raise ConfigError(f"advantage.kind={settings.kind} returns nan for a completion that has a reward; "
+                          "torch.nanmean and its like leave out those without one")
     return adv_NG
 
 
@@ -103,11 +106,8 @@ def decoupled(rewards: Rewards, correction: int, eps: float) -> Tensor:
     authors do in TRL. In verl it is over tokens, so long completions count more. A component that is nan
     for a completion adds nothing to it.
     """
-    adv_NG = 0
-    for name, weight in rewards.weights.items():
-        if weight:
-            normed_NG = group_norm(rewards.components[name], correction, eps)
-            adv_NG = adv_NG + weight * normed_NG.nan_to_num()
+    adv_NG = sum(weight * group_norm(rewards.components[name], correction, eps).nan_to_num()
+                 for name, weight in rewards.weights.items() if weight)
     none_NG = rewards.total_NG.isnan()
     scale = adv_NG[~none_NG].std(correction=correction) + eps if adv_NG.any() else 1
     return (adv_NG / scale).masked_fill(none_NG, torch.nan)

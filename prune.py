@@ -10,6 +10,7 @@ L tokens of one completion.
 """
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from records import Group, Pruned, Rewards, frozen, lengths
 from settings import kinds
+from settings.loader import ConfigError
 
 SIZE_FLOOR = 0.1  # least size over the mean size if a KL, say, gives an advantage of 0 a gradient
 LEAST_SURPRISE = 0.01  # least size of a token: the trainer may be less sure of it than the engine was
@@ -47,7 +49,8 @@ class Candidates:
 def keep_all(adv_NG: Tensor) -> Pruned:
     """Keep every candidate at weight 1."""
     kept_NG = ~adv_NG.isnan()
-    return Pruned(kept_NG, kept_NG.to(adv_NG.dtype), kept_NG.to(adv_NG.dtype))
+    ones_NG = kept_NG.to(adv_NG.dtype)
+    return Pruned(kept_NG, ones_NG, ones_NG)
 
 
 def keep_marked(kept_NG: Tensor, adv_NG: Tensor) -> Pruned:
@@ -189,7 +192,7 @@ def similar_order(candidates: Candidates) -> Tensor:
     G = candidates.adv_NG.shape[1]
     positive_NG = (candidates.adv_NG > 0).tolist()
 
-    def place(i: int) -> tuple:
+    def place(i):
         n, g = divmod(i, G)
         return n, positive_NG[n][g], candidates.groups[n].samples[g].ids
 
@@ -216,10 +219,8 @@ def pps(size_NG: Tensor, order_K: Tensor, keep: float, scope: str, seed: int) ->
     rows = size_NG if scope == "group" else size_NG.flatten()[None]
     count = keep if scope == "group" else round(keep * len(size_NG))
     prob = torch.stack([inclusion(row, count) for row in rows])
-    kept = []
-    for row, order in zip(prob, order_K.view(rows.shape) % rows.shape[1], strict=True):
-        start = torch.rand((), dtype=torch.float64, generator=generator).item()
-        kept.append(systematic(row, order, start))
+    kept = [systematic(row, order, torch.rand((), dtype=torch.float64, generator=generator).item())
+            for row, order in zip(prob, order_K.view(rows.shape) % rows.shape[1], strict=True)]
     drawn = thin(prob.view_as(size_NG), torch.stack(kept).view_as(size_NG))
     return replace(drawn, size_NG=size_NG / size_NG.mean().clamp(min=1e-300))
 
@@ -464,3 +465,22 @@ PROMPTS = {
         memory.size_K, settings.share, settings.floor, settings.error),
     "greso": lambda memory, settings: greso_prob(memory.easy_K, memory.hard_K, memory.explore),
 }
+
+
+def checked(pruner: Callable) -> Callable:
+    """Wrap a pruner of one's own: it raises ConfigError for what would be broadcast, or turn a gradient."""
+    def prune(given: Candidates, settings: object) -> Pruned:
+        adv_NG = given.adv_NG
+        drawn = pruner(replace(given, adv_NG=adv_NG.clone()), settings)
+        tensors = [getattr(drawn, name, None) for name in ("keep_NG", "weight_NG", "prob_NG")]
+        if [getattr(x, "shape", None) for x in tensors] != [adv_NG.shape] * 3:
+            raise ConfigError(f"prune.completions.kind={settings.kind} must return a Pruned of three tensors "
+                              f"{[*adv_NG.shape]}: who is kept, weights and probabilities")
+        keep_NG, weight_NG, prob_NG = tensors
+        fine_NG = weight_NG.isfinite() & (weight_NG >= 0) & (prob_NG >= 0) & (prob_NG <= 1)
+        if keep_NG.dtype != torch.bool or not fine_NG.all():
+            raise ConfigError(f"prune.completions.kind={settings.kind} must return who is kept as bool, "
+                              "finite weights of at least 0, and probabilities of at most 1")
+        return drawn
+
+    return prune

@@ -45,7 +45,7 @@ from infra.checkpoint import METHOD  # noqa: E402
 from infra.digests import hash_file  # noqa: E402
 from infra.terminal import new_parser  # noqa: E402
 from model import WITH_ENTROPY, Decoder  # noqa: E402
-from prune import COMPLETIONS, PROMPTS  # noqa: E402
+from prune import COMPLETIONS, PROMPTS, checked  # noqa: E402
 from settings import leaves, loader  # noqa: E402
 from settings.kinds import Comparison, Draw  # noqa: E402
 
@@ -157,11 +157,11 @@ def add_kinds(section: type, setting: str, functions: dict[type, Any], table: di
         if not isinstance(kind, type):
             raise config.ConfigError(f"{setting}: a method's table has dataclasses for keys, not {kind!r}")
         name = name_of(kind)
+        function = checked(function) if table is COMPLETIONS else function
         if table.get(name, function) is not function:
             raise config.ConfigError(f"{setting}.kind={name} is there already: give yours another name")
-        base = BASES.get(setting, object)
-        if not issubclass(kind, base):
-            raise config.ConfigError(f"{kind.__name__} must be a settings.kinds.{base.__name__}")
+        if not issubclass(kind, BASES.get(setting, object)):
+            raise config.ConfigError(f"{kind.__name__} must be a settings.kinds.{BASES[setting].__name__}")
         union |= kind
         table[name] = function
     section.__annotations__[field] = union

@@ -1,6 +1,7 @@
 """What a pruner keeps and a prompt's chance of a rollout, by hand, by brute force over subsets, and as drawn."""
 
 import math
+from dataclasses import replace
 from itertools import combinations, product
 from statistics import pvariance
 
@@ -16,7 +17,7 @@ from config import ConfigError
 from history import PromptHistory
 from loss import token_weight
 from records import Group, Prompt, Sample
-from settings.kinds import ProportionalPrompts
+from settings.kinds import KeepAll, ProportionalPrompts
 
 NAN = math.nan
 # A group with a rare outcome, a flat group, a group of ties in |A|.
@@ -364,3 +365,12 @@ def test_as_many_are_expected_as_the_share_says_and_no_weight_is_too_large():
         assert (1 / prob_K).max() <= (1 + floor) / (share * floor) * (1 + 1e-9) or not seen_K.any()
         order_K = size_K[seen_K].argsort()
         assert (prob_K[seen_K][order_K].diff() >= -1e-12).all()
+
+
+@pytest.mark.parametrize(("wrong", "said"), [
+    ({"keep_NG": ADV_NG[0] > 0}, "three"), ({"keep_NG": ADV_NG}, "bool"), ({"weight_NG": ADV_NG}, "at least 0"),
+    ({"prob_NG": ADV_NG.abs()}, "at most 1")])
+def test_what_a_pruner_of_ones_own_must_not_return_is_named(wrong, said):
+    pruner = prune.checked(lambda given, settings: replace(prune.keep_all(given.adv_NG), **wrong))
+    with pytest.raises(ConfigError, match=f"prune.completions.kind=none must return .*{said}"):
+        pruner(prune.Candidates(ADV_NG, [], "sequence", True, 0), KeepAll())
