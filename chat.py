@@ -96,6 +96,7 @@ class Conversation:
 def open_config(target: str, names: list[str] | None, overrides: list[str]) -> Config:
     """Read the config of a run folder, with its newest policy, or the default one for a model. Raises
     ConfigError."""
+    config.require_evaluation(overrides)
     run = user_path(target)
     if (run / "config.yaml").is_file():
         policies = [run / "hf", *newest_checkpoints(run / "checkpoints")[:1]]

@@ -50,19 +50,16 @@ class Sampler:
         other `numbers`; every rank gets all groups."""
         kept = [draw for draw in draws if draw.kept]
         numbers = numbers or range(self.sampling.group_size)
-        requests = []
-        for draw in kept:
-            for g in numbers:
-                seed = sample_seed(self.seed, draw.epoch, draw.prompt.id, g)
-                requests.append(Request(draw.prompt, seed, self.sampling.max_new_tokens))
+        requests = [Request(draw.prompt, sample_seed(self.seed, draw.epoch, draw.prompt.id, g),
+                            self.sampling.max_new_tokens) for draw in kept for g in numbers]
         samples = iter(self.complete(requests))
         return [Group(draw.prompt, tuple(islice(samples, len(numbers)))) for draw in kept]
 
     def complete(self, requests: list[Request]) -> list[Sample]:
         """Sample the new tokens of each request. Each rank samples its `local_slice`, and gets all."""
         shown = "rollout" if dist.rank() == 0 else None
-        mine = self.engine.generate(dist.local_slice(requests), self.sampling.temperature, progress=shown)
-        return dist.gather(mine)
+        return dist.gather(self.engine.generate(
+            dist.local_slice(requests), self.sampling.temperature, progress=shown))
 
     def score(self, groups: list[Group]) -> Rewards:
         """Score the completions of whole groups. Each rank scores its `local_slice`; all get all rewards."""
@@ -74,8 +71,7 @@ class Sampler:
         all_RP = torch.tensor(dist.gather(values), dtype=torch.float64).view(-1, len(names))
         G = len(groups[0].samples) if groups else self.sampling.group_size
         components = {name: x_R.view(-1, G) for name, x_R in zip(names, all_RP.T, strict=True)}
-        tokens = [sample.own for sample, _ in answered]
-        tokens_NG = torch.tensor(tokens, dtype=torch.int64).view(-1, G)
+        tokens_NG = torch.tensor([sample.own for sample, _ in answered], dtype=torch.int64).view(-1, G)
         rewards = Rewards(components, self.reward.components, tokens_NG, self.sampling.differ_in)
         if self.reward.custom_file:
             own_rewards().require_lives(rewards, self.reward)
@@ -125,8 +121,7 @@ def prompts_needed(rolled: Rolled, selection: Selection, seed: int) -> int:
     if settings.until == "informative":
         return refill_count(rolled, settings, selection.prune.prompts.kind == "greso")
     if settings.until == "full" and 0 < rounds < settings.max_rounds:
-        batch = choose(rolled, selection, seed)
-        return N if missing_tokens(batch, selection.budget) else 0
+        return N if missing_tokens(choose(rolled, selection, seed), selection.budget) else 0
     return 0 if rounds else N
 
 
@@ -156,8 +151,7 @@ def informative_groups(rolled: Rolled) -> Tensor:
 
 def rank_informative(rolled: Rolled) -> list[int]:
     """List the informative groups by their numbers: first those that have waited (windows.max_age)."""
-    informative = informative_groups(rolled).nonzero()[:, 0].tolist()
-    return sorted(informative, key=lambda n: -rolled.kept[n].age)
+    return sorted(informative_groups(rolled).nonzero()[:, 0].tolist(), key=lambda n: -rolled.kept[n].age)
 
 
 def missing_tokens(batch: Batch, budget: int) -> int:

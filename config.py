@@ -6,6 +6,7 @@ bound of a setting is in its type, constraints between settings are in settings/
 settings/loader.py turns yaml into all this.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, fields, replace
 from functools import reduce
@@ -284,9 +285,8 @@ def load(names: str | Path | list[str], overrides: list[str] = ()) -> Config:
     raw = reduce(settings.merge, [*(raw for _, raw in layers), changes], settings.first_kinds(Config))
     raw = leaves.through("read", raw, raw)
     cfg = build({"out": f"runs/{'_'.join(path.stem for path in paths)}"} | raw)
-    own = chain.from_iterable(leaves.stated(cfg, "PATHS"))
     for key in ("model.path", "data.train", "data.eval", "data.dir", "data.chat_template",
-                "reward.custom_file", *own):
+                "reward.custom_file", *chain.from_iterable(leaves.stated(cfg, "PATHS"))):
         given = flatten(cfg)[key]
         cfg = with_value(cfg, key, given if given is None else settle(given))
     cfg = replace(cfg, out=str(user_path(cfg.out)))
@@ -294,6 +294,15 @@ def load(names: str | Path | list[str], overrides: list[str] = ()) -> Config:
         if not fine:
             raise ConfigError(f"{key}={flatten(cfg)[key]} must be {allowed}")
     return cfg
+
+
+def require_evaluation(overrides: list[str]) -> None:
+    """Raise ConfigError for a setting that training alone reads."""
+    for text in overrides:
+        if re.match(r"(optim|prune|loss|advantage|update|pack|checkpoint|steps|data\.(train|limit)"
+                    r"|rollout\.(temperature|max_new_tokens|group_size|prompts_per_step|until))\b", text):
+            raise ConfigError(f"--set {text}: training alone reads this; an evaluation has eval.temperature, "
+                              "eval.max_new_tokens and eval.limit of its own")
 
 
 def with_value(section: Any, key: str, value: Any) -> Any:

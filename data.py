@@ -149,7 +149,7 @@ def drop_overlap(problems: list[Problem], evaluated: list[Problem]) -> list[Prob
     runs = [runs_of(problem.question) for problem in evaluated]
     within, wholes = set().union(*runs), {whole for whole, *_ in runs}
 
-    def is_out(problem: Problem) -> bool:
+    def is_out(problem):
         own = runs_of(problem.question)
         return own[0] in within or not wholes.isdisjoint(own)
 

@@ -18,7 +18,7 @@ from records import Prompt, PromptDraw, Rolled
 from settings import kinds
 
 
-@lru_cache(maxsize=2)  # a step may end one epoch and begin the next
+@lru_cache(2)  # a step may end one epoch and begin the next
 def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
     """Permute `count` prompts for one epoch: a pure function of (seed, epoch)."""
     return np.random.Generator(np.random.Philox(seed_for(seed, epoch, "order"))).permutation(count)

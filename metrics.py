@@ -71,12 +71,10 @@ def rollout_metrics(rolled: Rolled, batch: Batch) -> Metrics:
     if batch.error is not None:
         metrics["prune/error"] = batch.error
     if tokens:
-        nats = sum(sum(s.logp[s.fresh_from:]) for s in samples)
-        metrics["rollout/entropy"] = -nats / tokens
+        metrics["rollout/entropy"] = -sum(sum(s.logp[s.fresh_from:]) for s in samples) / tokens
     comparable_N = has_comparison(reward_NG)
     if comparable_N.any() and reward_NG.shape[1] > 1:
-        flat_N = flat_groups(reward_NG[comparable_N])
-        metrics["advantage/flat_groups"] = flat_N.double().mean().item()
+        metrics["advantage/flat_groups"] = flat_groups(reward_NG[comparable_N]).double().mean().item()
     if not ended:
         return metrics
     components = rolled.rewards.components | {"mean": reward_NG}
@@ -85,8 +83,7 @@ def rollout_metrics(rolled: Rolled, batch: Batch) -> Metrics:
         if not math.isnan(value):
             metrics[f"reward/{name}"] = value
     if "reward/mean" in metrics:
-        scored_NG = ended_NG & ~reward_NG.isnan()
-        metrics["reward/std"] = reward_NG[scored_NG].std(correction=0).item()
+        metrics["reward/std"] = reward_NG[ended_NG & ~reward_NG.isnan()].std(correction=0).item()
     metrics["rollout/length"] = fmean(s.own for s in ended)
     metrics["rollout/truncated"] = fmean(not s.finished for s in ended)
     return metrics
@@ -153,14 +150,14 @@ def describe_completions(rolled: Rolled, n: int, batch: Batch, place: int | None
     """
     pruned, components = batch.pruned, rolled.rewards.components
 
-    def drawn(x_NG: Tensor | None) -> float | None:
+    def drawn(x_NG):
         return None if place is None or x_NG is None else x_NG[place, g].item()
 
     for g, sample in enumerate(rolled.groups[n].samples):
         kept = bool(drawn(pruned.keep_NG))
         trained = 0
         turns = [decode(sample.ids[start:to], True) for start, to in sample.turns]
-        if kept and batch.trained_NG[place, g]:
+        if drawn(batch.trained_NG):
             trained = len(batch.tokens[place][g]) if batch.tokens else sample.trained
         yield {
             "text": decode(sample.ids, True),

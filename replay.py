@@ -73,7 +73,8 @@ def read_step(folder: Path, step: int) -> tuple[dict, dict]:
     again."""
     decided = {line["step"]: line for line in read_log(folder / "decisions.jsonl")}
     if step not in decided:
-        raise ConfigError(f"--step {step}: {folder} has done {max(decided, default=0)} steps")
+        raise ConfigError(f"--step {step}: {folder} has done {max(decided, default=0)} steps"
+                          f"{'' if decided else ', or is not a run folder'}")
     # The policy is there before the first step, and in each checkpoint that has its list of files.
     whole = [step_of(path) for path in step_folders(folder / "checkpoints") if read_list(path)]
     able = [before + 1 for before in (0, *whole) if before < max(decided)]
@@ -127,8 +128,7 @@ def roll_again(parts: Parts, line: dict) -> Rolled:
         offered = draws[len(rolled.draws):bisect_right(kept, total)]
         groups = parts.sampler.rollout(offered)
         rewards = parts.sampler.score(groups)
-        adv_NG = parts.advantage(groups, rewards, parts.cfg.advantage)
-        rolled += Rolled(offered, groups, rewards, adv_NG)
+        rolled += Rolled(offered, groups, rewards, parts.advantage(groups, rewards, parts.cfg.advantage))
     return rolled
 
 
@@ -237,7 +237,7 @@ def replay(folder: Path, step: int, changes: list[str], draws: int) -> None:
         say("\nthe policy does not learn in this step")
         return
     norm, before = again["train/grad_norm"], logged["train/grad_norm"]
-    apart = abs(norm - before) / max(norm, before)
+    apart = abs(norm - before) / (max(norm, before) or 1)
     how = f"{apart:.1e} of it apart" if apart else "the same bit for bit"
     say(f"\nnorm in the step's own update {norm!r}, logged {before!r}: {how}")
     if apart > 0.01:  # more than rounding on other ranks

@@ -103,8 +103,7 @@ def make_report(args: argparse.Namespace) -> None:
     for path in paths:
         if path not in runs:
             print(f"{path} is left out: it has no config.yaml, so it is no run folder", file=sys.stderr)
-    out = args.out or (runs[0] if len(runs) == 1 else Path("runs/report"))
-    path = write_report(runs, out)
+    path = write_report(runs, args.out or (runs[0] if len(runs) == 1 else Path("runs/report")))
     for run in runs if len(runs) == 1 or args.seconds else ():
         print(run)
         for line in advice(read_metrics(run / "metrics.jsonl"), args.seconds):

@@ -337,8 +337,7 @@ class TorchEngine:
         """Take over the policy's weights, in this engine's dtype."""
         if self.model.norm.weight.is_meta:
             self.model.to_empty(device=self.device)
-        pairs = zip(self.model.parameters(), policy.named_hf_tensors(), strict=True)
-        for mine, (_, theirs) in pairs:
+        for mine, (_, theirs) in zip(self.model.parameters(), policy.named_hf_tensors(), strict=True):
             mine.copy_(dist.gather_full(theirs, mine.device, mine.dtype))
 
     def sleep(self) -> None:

@@ -210,7 +210,7 @@ def import_vllm(device: torch.device) -> tuple[type, type]:
         torch._dynamo.config.disable = True
         import vllm.model_executor.layers.utils as layers
 
-        def keep_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
+        def keep_linear(layer, remove_weight):
             layer.cpu_linear = F.linear
 
         layers.dispatch_cpu_unquantized_gemm = keep_linear

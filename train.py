@@ -29,8 +29,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
-
 import config
 import data
 from advantage import advantage
@@ -54,16 +52,11 @@ from learner import Learner, NotFinite, build_learner
 from metrics import Clock, list_decisions, memory_metrics, rollout_metrics, sample_lines
 from model import Decoder
 from policy import Weights
-from records import Batch, Group, Metrics, Rewards, Rolled, frozen
+from records import Batch, Metrics, Rolled, frozen
 from reward import own_rewards
 from rollout import Engine, start_engine
-from settings import kinds, leaves
+from settings import leaves
 from update import update
-
-
-def compare(groups: list[Group], rewards: Rewards, settings: kinds.Advantage) -> Tensor:
-    """Compute the advantages of completions from rewards, [N, G]."""
-    return advantage(rewards, settings)
 
 
 @frozen
@@ -78,7 +71,8 @@ class Parts:
     sampler: Sampler
     history: PromptHistory
     first: int                             # the step to begin with
-    advantage: Callable = compare          # of groups, rewards and settings, before pruning
+    # Of groups, rewards and settings, before pruning.
+    advantage: Callable = lambda groups, rewards, settings: advantage(rewards, settings)
     after_update: tuple[Callable, ...] = ()  # of learner, rollouts, step and clock; they return metrics
     measures: tuple[Callable, ...] = ()      # of rollouts and batch; they return metrics
 
@@ -154,8 +148,7 @@ def log_step(run: Run, step: int, rolled: Rolled, batch: Batch, measured: Metric
     run.log.step(step, measured)
     run.log.warn(step, describe_missing(rolled.rewards, parts.cfg.reward))
     run.log.write("decisions.jsonl", {"step": step} | list_decisions(rolled, batch))
-    texts = sample_lines(rolled, batch, parts.task.tokenizer.decode, parts.cfg.log.groups)
-    run.log.sampled(step, texts)
+    run.log.sampled(step, sample_lines(rolled, batch, parts.task.tokenizer.decode, parts.cfg.log.groups))
 
 
 def evaluate_sets(run: Run, step: int) -> None:
@@ -246,8 +239,7 @@ def load_prompts(cfg: Config, source: Path, tokenizer: Tokenizer, sets: list[Eva
         cfg.reward.needs_answers and gold
     )
     if gold:  # votes read no answer
-        held_out = [p for s in sets for p in s.problems]
-        problems = data.drop_overlap(problems, held_out)
+        problems = data.drop_overlap(problems, [p for s in sets for p in s.problems])
     problems = problems[:settings.limit]
     graded = not gold or all_have_answers(problems, settings.train, cfg.reward.needs_answers)
     if cfg.reward.custom_file:

@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # before this folder, which has files with names of ours
 
-from infra.terminal import new_parser as parser  # noqa: E402, F401
+from infra.terminal import count, new_parser as parser  # noqa: E402, F401, I001
 
 
 def listed(known: list[str]) -> Callable[[str], list[str]]:

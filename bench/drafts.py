@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from time import process_time
 from typing import Any
 
-from common import listed, parser, print_json, show
+from common import count, listed, parser, print_json, show
 
 import config
 import train
@@ -76,7 +76,7 @@ def rollouts_of(arm: str, drafts: bool, epochs: int) -> list[dict]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--arms", type=listed([*ARMS]), default=[*ARMS])
-    options.add_argument("--epochs", type=int, default=4)
+    options.add_argument("--epochs", type=count, default=4)
     args, rows = options.parse_args(), []
     for arm in args.arms:
         with_drafts, plain = (rollouts_of(arm, drafts, args.epochs) for drafts in (True, False))

@@ -186,6 +186,8 @@ def main() -> int:
 def bench(args: argparse.Namespace) -> int:
     """Do the parts asked for, and print the tables; returns the exit status, 1 where anything failed."""
     start, out = perf_counter(), args.out.resolve()
+    if out.suffix != ".jsonl":
+        sys.exit(f"error: --out {args.out} must end with .jsonl: lines are added to it")
     out.parent.mkdir(parents=True, exist_ok=True)
     before = len(read_log(out))
     ended = attempt("machine", "", out, PARTS["machine"].seconds * CPU_FACTOR)

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from common import parser, print_json, show, timed
+from common import count, parser, print_json, show, timed
 from tqdm import tqdm
 
 from verify import grade as grading
@@ -142,7 +142,7 @@ def hostile(count: int) -> dict:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=5, help="of each mix of answers")
+    options.add_argument("--rounds", type=count, default=5, help="of each mix of answers")
     options.add_argument("--hostile", type=int, default=100_000, help="how many texts")
     args = options.parse_args()
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)

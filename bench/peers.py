@@ -33,7 +33,7 @@ if __name__ == "__main__":  # before torch and transformers are imported, which 
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
                    "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
 
-from common import ROOT, listed, parser, print_json, show
+from common import ROOT, count, listed, parser, print_json, show
 from step import drawn_rewards, prepare, take_step
 from tqdm import tqdm
 
@@ -252,7 +252,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--regimes", type=listed(REGIMES), default=REGIMES, help=",".join(REGIMES))
     options.add_argument("--arms", type=listed(list(ARMS)), default=list(ARMS), help=",".join(ARMS))
-    options.add_argument("--rounds", type=int, default=8, help=f"measured, after {WARM} that are not")
+    options.add_argument("--rounds", type=count, default=8, help=f"measured, after {WARM} that are not")
     args = options.parse_args()
     libraries = ("trl", "transformers", "accelerate", "torch")
     versions = {name: importlib.metadata.version(name) for name in libraries}

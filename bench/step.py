@@ -32,8 +32,8 @@ from time import perf_counter
 
 import numpy as np
 import torch
-from common import ROOT, in_own_process, listed, parser, print_json, show, timed
-from shapes import ask, draw_weights, engine_spec, write_config
+from common import ROOT, count, in_own_process, listed, parser, print_json, show, timed
+from shapes import SHAPES, ask, draw_weights, engine_spec, write_config
 
 import config
 import data
@@ -251,11 +251,11 @@ def generate_plainly(shape: str, slots: int, rounds: int, halves: bool) -> list[
 def rollouts(shapes: list[str], slots: list[int], rounds: int, halves: bool) -> list[dict]:
     engines = ["torch", "vllm"] if importlib.util.find_spec("vllm") else ["torch"]
     rows = []
-    for shape, count, half in product(shapes, slots, (False, True) if halves else (False,)):
+    for shape, number, half in product(shapes, slots, (False, True) if halves else (False,)):
         for kind in engines:
-            rows += in_own_process(generate, kind, shape, count, rounds, half)
+            rows += in_own_process(generate, kind, shape, number, rounds, half)
         if "vllm" in engines:
-            rows += in_own_process(generate_plainly, shape, count, rounds, half)
+            rows += in_own_process(generate_plainly, shape, number, rounds, half)
     return show("Tokens a second of each engine", rows)
 
 
@@ -283,15 +283,15 @@ def main() -> None:
     options = parser(__doc__)
     parts = ["step", "pack", "rollout", "ranks"]
     options.add_argument("--parts", type=listed(parts), default=parts, help=",".join(parts))
-    options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--shapes", default="1M,10M", help="rollout: of bench/shapes.py")
+    options.add_argument("--rounds", type=count, default=5)
+    options.add_argument("--shapes", type=listed([*SHAPES]), default="1M,10M", help=",".join(SHAPES))
     options.add_argument("--slots", default="64,256", help="rollout: of an engine, by sixteens")
     options.add_argument("--halves", action="store_true", help="rollout: bfloat16 on the CPU as well")
     args = options.parse_args()
     slots = [int(count) for count in args.slots.split(",")]
     measure = {"step": lambda: steps(args.rounds), "pack": lambda: packing(args.rounds),
                "ranks": lambda: on_ranks(args.rounds),
-               "rollout": lambda: rollouts(args.shapes.split(","), slots, args.rounds, args.halves)}
+               "rollout": lambda: rollouts(args.shapes, slots, args.rounds, args.halves)}
     results = {part: measure[part]() for part in args.parts}
     dist.close()
     print_json("step", **results)

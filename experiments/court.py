@@ -141,7 +141,7 @@ CLAIMS = (
     Claim(11, "a fifth of the tokens teaches as much as all", "forks", "grpo", "steps", -2.0),
     Claim(11, "... and more", "forks", "grpo", "steps"),
     Claim(12, "SAPO teaches more than a clip", "sapo", "grpo-4-steps", "steps"),
-    Claim(13, "surprise teaches more than |A| / sqrt(cost)", "pps", "pps-adv", "trained tokens"),
+    Claim(13, "surprise teaches more than A / sqrt(cost)", "pps", "pps-adv", "trained tokens"),
 )
 # First steps of an arm that are evaluated more often, and how often: over tokens three evaluations must lie
 # within a budget that the other arm sets. GRPO trains in 14 steps on as many tokens as PPS in 60.

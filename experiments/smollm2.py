@@ -30,8 +30,7 @@ METHODS = {
     "CPPO": ["prune.completions={kind: topk, keep: 2, scope: batch}", "loss.denominator=kept"],
     "PPS, LoRA": ["prune.completions={kind: pps, keep: 2, scope: batch, by_cost: true}",
                   "model.lora.rank=16", "optim.lr=1e-4"],
-    "GRPO": [],
-}
+    "GRPO": []}
 READINGS = {"accuracy": lambda response: response["verdict"] == "right",
             "last number": lambda response: response["last_number"]}
 Answers = dict[str, list[dict]]  # the start or a method -> problems with its responses

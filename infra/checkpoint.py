@@ -169,7 +169,7 @@ class Checkpoints:
 
 def save_plainly(records: Any, path: Path) -> None:
     """Save a dataclass as dicts, lists and tensors, which torch.load reads without running code."""
-    def plain_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def plain_fields(pairs):
         return {name: value.tolist() if isinstance(value, array) else value for name, value in pairs}
 
     torch.save(asdict(records, dict_factory=plain_fields), path)
@@ -286,7 +286,8 @@ def require_whole(step: Path) -> None:
 
 def refuse(step: Path, damage: str) -> None:
     if damage:
-        raise ConfigError(f"{step} is not a whole checkpoint: {damage}; restore that file, or take another")
+        raise ConfigError(f"{step} is not a whole checkpoint: {damage}; restore that file, or take another"
+                          f"{'' if is_checkpoint(step) else ': one is RUN/checkpoints/step_000123'}")
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -369,14 +370,14 @@ def describe_code() -> dict[str, str]:
     inits = (*REPOSITORY.glob("*/__init__.py"), *REPOSITORY.glob("leaves/*/__init__.py"))
     files = sorted(path for folder in (REPOSITORY, *(init.parent for init in inits))
                    for path in folder.glob("*.py") if not path.name.startswith("test_"))
-    code = {f"code of {path.relative_to(REPOSITORY)}": hash_file(path) for path in files}
-    return code | {f"version of {name}": version for name, version in versions().items()}
+    return {f"code of {path.relative_to(REPOSITORY)}": hash_file(path) for path in files} | {
+        f"version of {name}": version for name, version in versions().items()}
 
 
 def require_same_ranks(made_of: dict[str, object]) -> None:
     """Raise ConfigError on every rank if what a run is made of is not the same on all of them. Collective."""
     first, *others = dist.gather([made_of])
-    for rank, other in enumerate(others, start=1):
+    for rank, other in enumerate(others, 1):
         if differing := list(differences(first, other)):
             raise ConfigError(f"the ranks differ, from 0 to {rank}: {SHORT.repr(differing)}; start all of "
                               "them with the same settings, files, code and libraries")

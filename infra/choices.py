@@ -55,7 +55,7 @@ def resolve_auto(cfg: Config, source: Path, saved: dict | None = None) -> Config
 def choose_kernels(cfg: Config, machine: Machine, shape: Shape, saved: dict) -> Choice:
     """Choose the dtype, the attention, the engine and its slots, of which it needs no more than it is asked
     for. `saved` choices are taken again if they can run here, so that a resumed run stays the same run."""
-    def pick(key: str, able: list) -> str:
+    def pick(key, able):
         wanted = flatten(cfg)[key]
         if wanted != "auto":
             return wanted
@@ -126,8 +126,7 @@ def sequences_asked(cfg: Config, ranks: int) -> int:
         prompts = int(sampling.oversample * prompts)
     most = prompts * max(sampling.group_size, cfg.labels.chunk)
     for name in map(str.strip, (cfg.data.eval or "").split(",")):
-        problems = NAMED_SETS.get(name, [MANY * bool(name)])[0]
-        most = max(most, min(problems, limit) * cfg.eval.n)
+        most = max(most, min(NAMED_SETS.get(name, [MANY * bool(name)])[0], limit) * cfg.eval.n)
     if cfg.advantage.fills_slots:
         most = MANY
     # Ranks that hold one engine together sample for each other.

@@ -177,7 +177,7 @@ def fit_engine(wanted: str, spec: EngineSpec) -> tuple[str, EngineSpec]:
     kind = machine.engines(spec.dtype)[0] if wanted == "auto" else wanted
     spread = spec.tensor_parallel if kind == "vllm" else 0
 
-    def needed(slots: int) -> float:
+    def needed(slots):
         return sum(engine_parts(
             shape, spec.dtype.itemsize, slots, spec.max_len, spread, spec.cache_gib).values())
 
@@ -221,11 +221,9 @@ def cache_bytes(shape: Shape, element: int, slots: int, max_len: int, tensor_par
         return int(cache_gib * 2**30)
     token = 2 * shape.layers * shape.kv_heads * shape.head_dim * element
     if not tensor_parallel:
-        widened = token * 4 // element // shape.layers
-        return slots * max_len * (token + widened)
+        return slots * max_len * (token + token * 4 // element // shape.layers)
     blocks = slots * -(-max_len // 128) + 1
-    heads_here = max(1, shape.kv_heads // tensor_parallel)
-    return blocks * 128 * token * heads_here // shape.kv_heads
+    return blocks * 128 * token * max(1, shape.kv_heads // tensor_parallel) // shape.kv_heads
 
 
 def spreads(shape: Shape) -> list[int]:

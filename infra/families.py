@@ -172,7 +172,7 @@ def shape_of(raw: dict[str, Any]) -> Shape:
     """Read the settings of a config.json. Raises ConfigError for a model that is not computed here."""
     kind = raw.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
-    if family is None:
+    if not family:
         raise ConfigError(f"model_type={SHORT.repr(kind)} is not supported; use one of "
                           f"{', '.join(FAMILIES)}; docs/running.md says how to add one "
                           "(\"An architecture of yours\")")
@@ -182,8 +182,7 @@ def shape_of(raw: dict[str, Any]) -> Shape:
         if not known and value is not None:
             raise ConfigError(f"{name}={SHORT.repr(value)} is not supported for model_type={kind}; if it "
                               "changes no log-prob, delete it there")
-    given = family.settings | {name: raw[name] for name in own if name in raw}
-    said = build(ConfigFile, given)
+    said = build(ConfigFile, family.settings | {name: raw[name] for name in own if name in raw})
     heads = said.num_attention_heads
     kv_heads = said.num_key_value_heads or heads
     head_dim = said.head_dim or said.hidden_size // heads

@@ -70,7 +70,7 @@ def decode(content: bytes, path: Path) -> str:
 def read_jsonl(path: Path, content: bytes) -> Rows:
     """Yield "file:line" and the row of each line that is not blank. Raises ConfigError."""
     # Not splitlines(): it also cuts at U+2028 and the like, which stand inside real questions.
-    for number, line in enumerate(decode(content, path).split("\n"), start=1):
+    for number, line in enumerate(decode(content, path).split("\n"), 1):
         if line.strip():
             place = f"{path}:{number}"
             yield place, parse_json(line, place, f"each line must be one object, {PLAIN}; what git-lfs "

@@ -45,7 +45,7 @@ def read_log(path: Path) -> list[LogLine]:
     """
     lines, broken = [], None
     written = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
-    for number, text in enumerate(written, start=1):
+    for number, text in enumerate(written, 1):
         place = f"{path}:{number}"
         try:
             line = json.loads(text, object_hook=partial(LogLine, place))

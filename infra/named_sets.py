@@ -21,7 +21,7 @@ def find_files(name: str, folder: str | None) -> list[Path]:
     file = str(Path(folder, named[1])) if named else name
     if name and find_path(file).is_dir():
         file += "/**/*.*"
-    paths = [path for path in matching(file, "data set") if path.is_file()]
+    paths = [path for path in matching(file, "data set") if path.is_file() and path.suffix != ".md"]
     listed = "\n".join(path.name for path in paths)
     totals = re.findall(r"-of-(\d+)", listed)
     lacking = any(totals.count(total) % max(int(total), 1) for total in totals)

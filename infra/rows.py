@@ -81,8 +81,8 @@ def find_cell(row: dict, name: str, columns: Columns) -> object:
         value = row
         for key in [place] if place in row else place.split("."):
             value = value.get(key) if isinstance(value, dict) else None
-        # pandas writes nan for an empty cell
-        empty = isinstance(value, float | Decimal) and not math.isfinite(value)
+        # pandas writes nan for an empty cell, in csv too
+        empty = value == "nan" or isinstance(value, float | Decimal) and not math.isfinite(value)
         if value is not None and not empty:
             return value
     return None

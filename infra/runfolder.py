@@ -366,8 +366,7 @@ class RunLog:
         (`seal`)."""
         for name, (length, digest) in sealed.items() if self.folder else ():
             path = self.folder / name
-            begins = path.read_bytes()[:length] if path.is_file() else b""
-            if hashlib.sha256(begins).hexdigest() != digest:
+            if hashlib.sha256(path.read_bytes()[:length] if path.is_file() else b"").hexdigest() != digest:
                 raise ConfigError(f"{path} is not as it was when step {step} was saved, with {length} bytes "
                                   "up to there; bring the file back, or write the name of an earlier "
                                   "checkpoint into checkpoints/latest to go on from that one")

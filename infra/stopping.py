@@ -53,7 +53,7 @@ def stop_engine(engine: Any, stop: Stop | None, alone: bool) -> None:
         return
     generate = engine.generate
 
-    def generate_or_stop(*args: Any, **settings: Any) -> Any:
+    def generate_or_stop(*args, **settings):
         samples = None
         with suppress(Stopped):  # raised by a signal to this rank
             try:

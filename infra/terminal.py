@@ -19,14 +19,17 @@ MOVES = re.compile(r"(\n|\x1b\[A)*")  # of a bar within another one
 
 
 def new_parser(text: str | None) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.register("type", int, not_negative)
+    return parser
 
 
 def add_settings(parser: argparse.ArgumentParser, help: str = "change one setting") -> None:
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help=help)
     refuse = parser.error
 
-    def explain(message: str) -> None:
+    def explain(message):
         """End with how the words that there is no place for are written as settings."""
         words = message.partition("unrecognized arguments: ")[2]
         if re.match(r"[^-\s]\S*\.ya?ml", words):
@@ -61,6 +64,13 @@ def of_eval(text: str | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the samples, at a temperature above 0")
     add("--out", type=user_path, help="JSON with settings, scores and responses; of several models a folder")
     return parser.parse_args()
+
+
+def not_negative(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, not {number}")
+    return number
 
 
 def count(text: str) -> int:

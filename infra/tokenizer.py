@@ -190,8 +190,7 @@ class Tokenizer:
         """Find the ids that the tokenizer puts before a text, such as a BOS. Those behind a text are never
         used, for a prompt goes on."""
         encoding = self.rust.encode("a")
-        count = [*encoding.special_tokens_mask, 0].index(0)
-        return tuple(encoding.ids[:count])
+        return tuple(encoding.ids[:[*encoding.special_tokens_mask, 0].index(0)])
 
     def find_opened(self) -> str:
         """Find the tags that a prompt ends with, such as <think>: the answer begins within them."""
@@ -255,8 +254,7 @@ class Tokenizer:
             ids, own = sample.ids[start:to], len(texts) % 2 == 0
             if own:
                 ids = ids[:min([k for k, i in enumerate(ids) if i in self.ends], default=to)]
-            shown = [i for i in ids if i not in self.hidden]
-            text = self.rust.decode(shown, skip_special_tokens=False)
+            text = self.rust.decode([i for i in ids if i not in self.hidden], skip_special_tokens=False)
             if own:
                 texts.append(opened + text)
             else:
@@ -320,7 +318,7 @@ def chat_environment(today: str | None) -> ImmutableSandboxedEnvironment:
     resumed tomorrow another run. Without it Llama 3's template falls back on its own fixed date.
     """
 
-    def refuse(message: str) -> None:
+    def refuse(message):
         raise jinja2.TemplateError(message)
 
     env = ImmutableSandboxedEnvironment(

@@ -2,7 +2,7 @@
 
 import argparse
 
-from infra.terminal import add_config, add_settings, new_parser
+from infra.terminal import add_config, add_settings, count, new_parser
 from settings.paths import user_path
 
 
@@ -10,9 +10,9 @@ def of_replay(text: str | None) -> argparse.Namespace:
     parser = new_parser(text)
     add = parser.add_argument
     add("run", type=user_path, metavar="RUN_DIR", help="a run folder")
-    add("--step", type=int, required=True, metavar="K", help="as the logs count them, from 1")
-    add_settings(parser, "another pruning: prune.completions.*, prune.tokens.*, prune.truncated, "
-                         "loss.denominator")
+    add("--step", type=count, required=True, metavar="K", help="as the logs count them, from 1")
+    add_settings(
+        parser, "another pruning: prune.completions.*, prune.tokens.*, prune.truncated, loss.denominator")
     add("--draws", type=int, default=200, metavar="D",
         help="how often a pruning is drawn again (200; 0: not)")
     return parser.parse_args()
@@ -29,9 +29,12 @@ def of_report(text: str | None) -> argparse.Namespace:
 
 
 def pairs(text: str) -> dict[str, float]:
-    """Read names with their numbers, a=1,b=2; ValueError if it is no such text, or has a name twice."""
+    """Read names with their numbers, a=1,b=2."""
     given = [part.split("=") for part in text.split(",")]
-    return {name: float(number) for (name, number), _ in zip(given, dict(given), strict=True)}
+    try:
+        return {name: float(number) for (name, number), _ in zip(given, dict(given), strict=True)}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be names with numbers, each once: a=1,b=2") from None
 
 
 def of_chat(text: str | None) -> argparse.Namespace:

@@ -19,8 +19,8 @@ from settings.loader import (
     kind,
 )
 
-KeepCount = Annotated[int, ("at least 1 and at most rollout.group_size; to train on all set "
-                            "prune.completions.kind=none")]
+KeepCount = Annotated[
+    int, "at least 1 and at most rollout.group_size; to train on all set prune.completions.kind=none"]
 DropProb = Annotated[float, "in [0, 1): no weight makes up for a certain drop"]
 
 

@@ -79,8 +79,7 @@ def chosen(settings: Any) -> list[str]:
 
 def stated(cfg: Any, name: str) -> list[Any]:
     """List what the settings of the chosen leaves have under a name; not all have ONLY_WITH, rules, PATHS."""
-    modules = map(settings_of, chosen(cfg))
-    return [getattr(module, name) for module in modules if hasattr(module, name)]
+    return [getattr(module, name) for module in map(settings_of, chosen(cfg)) if hasattr(module, name)]
 
 
 def through(hook: str, cfg: Any, thing: Any) -> Any:

@@ -158,6 +158,7 @@ def locate(name: str | Path, folder: Path, shipped: tuple[Path, ...], whose: str
     names = [one for one in names if one.startswith(name)] or names
     advice = meant(Path(name).name, names) or f"There are: {', '.join(names)}."
     advice = f"A setting is changed by --set {name[:200]}." if "=" in name else advice
+    advice = f"Give {name}/config.yaml." if os.path.isfile(f"{name}/config.yaml") else advice
     raise ConfigError(f"config '{name[:200]}'{whose} not found, neither as given nor in {shipped[0]}. "
                       f"{advice}")
 

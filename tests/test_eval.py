@@ -193,7 +193,7 @@ def test_papers_evaluate_as_their_configs_say(name, expected):
 @pytest.mark.parametrize(("changes", "message"), [
     (["--model", "nowhere/at all"], "model.path=nowhere/at all is no folder (looked for in "),
     (sets("eval.max_new_tokens=5000"), "the prompts and eval.max_new_tokens (or "),
-    (sets("eval.nn=4"), "unknown key 'eval.nn'. Did you mean 'eval.n'?"),
+    (sets("eval.nn=4"), "unknown key 'eval.nn'. Did you mean 'eval.n'?"), (sets("optim.lr=1"), "--set optim.lr=1: "),
     (["--config", "eval/none.yaml"], "config 'eval/none.yaml' not found"),
     (["--data", "gsm9k"], "data set 'gsm9k' is not known"), (["--data", "no.jsonl"], "data file no.jsonl not found"),
     (["--out", "nowhere/x.json"], "--out: folder nowhere not found"),

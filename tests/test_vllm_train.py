@@ -269,7 +269,6 @@ for law in ((1.0, 1.0), (0.7, 0.9), (0.0, 1.0)):
 @pytest.mark.parametrize(("family", "prompts"), [
     ("qwen2", 8), *(pytest.param(family, 110, marks=pytest.mark.slow) for family in ("qwen2", "qwen3"))])
 def test_drafts_change_no_sample_of_vllm(family, prompts, tmp_path):
-    """The long form has 5,280 completions."""
     of_family = [f"model.path={write_tiny(tmp_path, **SIZE | MODELS[family])}"] if family != "qwen2" else []
     done = run(sys.executable, "-c", TWICE, str(prompts), *of_family)
     assert done.returncode == 0, done.stderr

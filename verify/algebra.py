@@ -41,7 +41,7 @@ TOLERANCE = sympy.Float(10, DIGITS) ** -40  # tells e^{64} + x from e^{64} - x
 POINT_SIZES = (sympy.Rational(1, 10), 1, 3, 10, 30, 100)  # small and large, to tell |x - 6| from 6 - x
 
 
-@functools.lru_cache(maxsize=2000)  # a gold answer is compared with every completion of its group
+@functools.lru_cache(2000)  # a gold answer is compared with every completion of its group
 def read_formula(text: str) -> sympy.Basic:
     """Parse a formula, by math-verify's parser if formula.py does not know its kind.
 

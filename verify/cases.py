@@ -41,7 +41,7 @@ def read_cases(path: Path) -> list[dict]:
     """Read labelled completions. Raises VerifyError with the line of a malformed one."""
     if not path.is_file():
         raise VerifyError(f"--cases: file {path} not found")
-    lines = enumerate(path.read_bytes().split(b"\n"), start=1)
+    lines = enumerate(path.read_bytes().split(b"\n"), 1)
     cases = [read_case(line, f"{path}:{i}") for i, line in lines if line.strip()]
     if not cases:
         raise VerifyError(f"{path} holds no cases")
@@ -66,7 +66,7 @@ def read_case(line: bytes, place: str) -> dict:
 
 def count_outcomes(cases: list[dict], grades: list[dict]) -> list[tuple[str, Counter]]:
     """Count true and false positives and negatives by category and, last, in total; print each false one."""
-    counts: dict[str, Counter] = {}
+    counts = {}
     for case, graded in zip(cases, grades, strict=True):
         right = graded["verdict"] == "right"
         outcome = ("true " if case["correct"] == right else "false ") + ("positive" if right else "negative")

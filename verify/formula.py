@@ -58,7 +58,7 @@ class Reader:
             raise Unread(f"a character of no token in {text!r}")
         self.place = 0
         self.in_bars = False  # whether the next | closes
-        self.indices: set[str] = set()  # of sums: i is no constant there
+        self.indices = set()  # of sums: i is no constant there
 
     @property
     def token(self) -> str:
@@ -96,7 +96,7 @@ class Reader:
 
         No factor begins with "^" or "!": so 2^3^4 and n!! are not read.
         """
-        factors: list[sympy.Expr] = []
+        factors = []
         start, plain = "", False  # of the factor before; and whether that is a number, without a power, alone
         while not (self.token in STOPS or self.token == "|" and self.in_bars
                    or factors and in_argument and self.token in FUNCTIONS):

@@ -34,7 +34,7 @@ def leave_to_algebra(gold: str, answer: str) -> bool:
     raise NeedsAlgebra
 
 
-@functools.lru_cache(maxsize=20_000)
+@functools.lru_cache(20_000)
 def begin_verdict(gold: str, answer: str | None, seconds: float = VERIFY_SECONDS) -> str | Future:
     """Compare an answer with the gold one. Return the verdict if cheap, else the call that computes it."""
     if answer is None or not answer.strip():
@@ -53,7 +53,7 @@ def compare_by_algebra(gold: str, answer: str) -> str:
 
     failures = []
 
-    def compare_or_note(a: str, b: str) -> bool:
+    def compare_or_note(a, b):
         try:
             return compare_expressions(a, b)
         except MemoryError:

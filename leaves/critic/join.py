@@ -120,7 +120,7 @@ def set_advantages(critic: CriticLearner, learner: Learner, minibatch: Minibatch
         goes_on_S = torch.tensor([sample.pending for sample in samples], device=value_C.device)
         end_S = torch.where(goes_on_S, cut_S, row.of_members(minibatch.reward_NG).to(cut_S))
         lam_S = torch.full_like(end_S, settings.lam)
-        if settings.alpha is not None:
+        if settings.alpha:
             lam_S = adaptive_lambda(end_S.new_tensor([sample.own for sample in samples]), settings.alpha)
         changed.append(replace(given, adv_C=gae(value_C, end_S, row.segment_C, lam_S)))
     return changed

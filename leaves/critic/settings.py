@@ -46,6 +46,6 @@ REQUIRES = {
 def rules(cfg: Any) -> Iterator[Rule]:
     """Yield the rules that no table states."""
     if cfg.advantage.kind == "gae":
-        yield "critic.lr", cfg.critic.lr is not None, "above 0 with advantage.kind=gae"
+        yield "critic.lr", cfg.critic.lr, "above 0 with advantage.kind=gae"
         yield ("critic.pretrain_steps", cfg.critic.pretrain_steps < cfg.steps,
                f"in 0..{cfg.steps - 1}, below steps")

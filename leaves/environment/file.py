@@ -26,7 +26,7 @@ class EnvironmentFile(UserFile):
 
     def fitted(self, tokenizer: Tokenizer) -> "EnvironmentFile":
         """Choose the format of calls by the chat template. Raises ConfigError without a place for tools."""
-        form, template = self.settings.format, "" if tokenizer.template is None else tokenizer.source
+        form, template = self.settings.format, tokenizer.source if tokenizer.template else ""
         takes_tools = "tools" in template
         if form == "auto":
             form = "plain" if not takes_tools else "qwen" if "<tool_call>" in template else "llama"

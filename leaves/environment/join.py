@@ -161,8 +161,7 @@ class EnvironmentEngine:
         going_on = list(range(len(requests)))
         while dist.max_over_ranks(len(going_on)) if self.lock_step else going_on:
             asked = [self.continued(requests[i], pieces[i]) for i in going_on]
-            sampled = self.engine.generate(asked, *given, **named)
-            for i, s in zip(going_on, sampled, strict=True):
+            for i, s in zip(going_on, self.engine.generate(asked, *given, **named), strict=True):
                 pieces[i] = join(pieces[i], Dialogue(s.ids, s.logp, s.finished))
             calls = [self.ask(requests[i], pieces[i]) for i in going_on]  # the workers take them in parallel
             for i, call in zip(going_on, calls, strict=True):

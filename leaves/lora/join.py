@@ -135,7 +135,7 @@ class Adapters(Weights):
 
 def weights(cfg: Any, plain: Weights) -> Weights:
     """Give the models of a run adapters."""
-    return plain if cfg.model.lora.rank is None else Adapters(cfg)
+    return Adapters(cfg) if cfg.model.lora.rank else plain
 
 
 def find_adapters(model: nn.Module) -> dict[str, Adapted]:

@@ -48,7 +48,7 @@ def start_call(own: RewardFile, problem: Problem | Prompt, turns: Sequence[str],
     return start_once(own, RewardCall(tuple(turns), problem.answer, tokens, problem.row, id(problem.row)))
 
 
-@functools.lru_cache(maxsize=20_000)
+@functools.lru_cache(20_000)
 def start_once(own: RewardFile, judged: RewardCall) -> Future:
     known = {
         "text": judged.turns[-1],  # the policy's last turn

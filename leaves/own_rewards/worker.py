@@ -22,7 +22,7 @@ def call_one(scope: dict, name: str, known: dict) -> float | None:
         functions = [key for key, value in scope.items() if inspect.isfunction(value)]
         raise WrongFile(
             f"it has no function {name!r} (reward.custom); it has {', '.join(functions) or 'none'}, which "
-            "reward.custom={name: weight} calls")
+            "reward.custom={name: weight} calls, beside those of the config's base")
     value = function(**choose_arguments(name, function, copy.deepcopy(known)))
     if value is None:
         return None

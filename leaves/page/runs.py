@@ -106,7 +106,7 @@ def group_runs(runs: list[LoggedRun]) -> Groups:
     Raises ConfigError for a folder given twice, and for two finished runs of one config and seed: they are
     one observation.
     """
-    groups: dict[str, list[LoggedRun]] = {}  # settings -> runs
+    groups = {}  # settings -> runs
     for run in runs:
         groups.setdefault(repr(run.compared), []).append(run)
     for group in groups.values():

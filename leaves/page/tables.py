@@ -31,8 +31,7 @@ def make_tables(groups: Groups) -> dict[str, Table]:
     """Tabulate the settings that differ and, of finished runs, scores and costs."""
     tables = {"What differs": settings_table(groups)} if len(groups) > 1 else {}
     finished = keep_runs(groups, lambda run: run.finished)
-    scores = scores_of([line for group in finished.values() for run in group for line in run.evals])
-    for score in scores:
+    for score in scores_of([line for group in finished.values() for run in group for line in run.evals]):
         evaluated = keep_runs(finished, lambda run, score=score: len(run.series(score)[0]) > 0)
         tables[f"{score} {AT_BUDGET}"] = score_table(evaluated, score)
     return tables | ({"Cost of a whole run": cost_table(finished)} if finished else {})
@@ -65,7 +64,7 @@ def settings_table(groups: Groups) -> Table:
 
 def score_table(groups: Groups, score: str) -> Table:
     """Tabulate a score before, at the budget that every run reached, and at the end."""
-    columns: Columns = {"before": lambda run: run.series(score)[1][0]}
+    columns = {"before": lambda run: run.series(score)[1][0]}
     for kind in COSTS:
         budget = min(run.series(score, kind=kind)[0][-1] for group in groups.values() for run in group)
         columns[f"{format_amount(budget)} {kind}"] = partial(value_within, score, kind, budget)
@@ -111,8 +110,7 @@ def half_width(values: np.ndarray) -> np.ndarray:
     """Compute half of Student's 95% interval of the mean over the first axis; nan for one value."""
     if len(values) == 1:
         return np.full(values.shape[1:], np.nan)
-    t = T95[min(len(values) - 1, len(T95)) - 1]
-    return t * values.std(axis=0, ddof=1) / len(values) ** 0.5
+    return T95[min(len(values) - 1, len(T95)) - 1] * values.std(axis=0, ddof=1) / len(values) ** 0.5
 
 
 def mean_interval(value_R: np.ndarray, score: str = "") -> tuple[np.ndarray, ...]:

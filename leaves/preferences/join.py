@@ -60,15 +60,11 @@ class Pairs:
             adv_NG = preference_advantage(ratio_NG, reward_NG, settings)
         else:
             adv_NG = group_weight(ratio_NG, minibatch.adv_NG, settings.beta) * minibatch.adv_NG
-        compared = []
-        for given in prepared:
-            adv_S = given.row.of_members(adv_NG)
-            compared.append(replace(given, adv_C=adv_S[given.row.segment_C]))
         margin = (ratio_NG[:, :, None] - ratio_NG[:, None, :])[mark_pairs(reward_NG)]
         self.count += len(margin)
         self.margin += margin.sum().item()
         self.right += (margin > 0).sum().item()
-        return compared
+        return [replace(given, adv_C=given.row.of_members(adv_NG)[given.row.segment_C]) for given in prepared]
 
     def metrics(self, *_: object) -> Metrics:
         """Compute means over the pairs of all optimizer steps of an update, and begin anew; empty without
@@ -122,7 +118,7 @@ def preference_advantage(ratio_NG: Tensor, reward_NG: Tensor, settings: Preferen
     share_NGG = share_NGG / share_NGG.sum(dim=(1, 2), keepdim=True).clamp(min=1)
     behind_NGG = ratio_NG[:, None, :] - ratio_NG[:, :, None]
     pull_NGG = settings.beta * (settings.beta * behind_NGG).sigmoid()
-    if settings.gap is not None:
+    if settings.gap:
         gap_NGG = (reward_NG[:, :, None] - reward_NG[:, None, :]).nan_to_num().clamp(min=0)
         pull_NGG = pull_NGG * madpo_weight(gap_NGG, settings)
     pull_NGG = share_NGG * pull_NGG
@@ -135,5 +131,4 @@ def group_weight(ratio_NG: Tensor, adv_NG: Tensor, beta: float) -> Tensor:
     """Compute DGPO's weight of each group, sigma(-(beta / G) sum_i A_i log-ratio_i), [N, 1]: 1/2 at the
     reference, and less the further the policy tells the group's better completions from its worse."""
     count_N1 = (~adv_NG.isnan()).to(adv_NG.dtype).sum(dim=1, keepdim=True).clamp(min=1)
-    told_N1 = (adv_NG * ratio_NG).nansum(dim=1, keepdim=True)
-    return (-beta / count_N1 * told_N1).sigmoid()
+    return (-beta / count_N1 * (adv_NG * ratio_NG).nansum(dim=1, keepdim=True)).sigmoid()

@@ -55,8 +55,7 @@ def residual_advantage(logp_C: Tensor, prepared: PreparedRow, adv_C: Tensor, bet
     all but logp. adv_C is r - V*, and the log-ratio is the sum over the completion.
     """
     segment_C = prepared.row.segment_C
-    ratio_S = segment_sum(logp_C - prepared.ref_logp_C, segment_C)
-    return 2 * beta * (adv_C - beta * ratio_S[segment_C])
+    return 2 * beta * (adv_C - beta * segment_sum(logp_C - prepared.ref_logp_C, segment_C)[segment_C])
 
 
 def soft_value(reward_NK: Tensor, beta: float) -> Tensor:
@@ -90,8 +89,7 @@ def estimate_table(
         raise ConfigError(
             f"{path} lacks {len(missing)} of {len(prompts)} prompts, which only the initial policy can be "
             "asked for; restore the file, or begin another run with --set out=...")
-    at_once = ROUNDS_A_WRITE * sampler.sampling.slots * dist.world_size()
-    chunk = max(1, at_once // settings.samples)
+    chunk = max(1, ROUNDS_A_WRITE * sampler.sampling.slots * dist.world_size() // settings.samples)
     for start in range(0, len(missing), chunk):
         dist.say(f"soft values: {len(rewards)} of {len(prompts)} prompts")
         draws = [PromptDraw(prompt, epoch=-1) for prompt in missing[start:start + chunk]]

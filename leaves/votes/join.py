@@ -55,7 +55,7 @@ def first_equal(golds: list[str], answer: str) -> str | None:
 def classify(answers: list[str | None]) -> Ballot:
     """Let answers vote: for the class of the same spelling, or else for an equal one of the leading
     COMPARED_CLASSES, or else for a class of their own. None does not vote."""
-    class_of: dict[str, str] = {}  # by spelling
+    class_of = {}  # by spelling
     ballot = []
     for answer in answers:
         key = reduce_spelling(answer)

@@ -67,8 +67,7 @@ class Piece:
         return self if self.pending else replace(self, start=0)
 
     def first(self, count: int) -> "Piece":
-        before = self.own - self.trained
-        return replace(self, sample=self.sample.first(before + count))
+        return replace(self, sample=self.sample.first(self.own - self.trained + count))
 
 
 @frozen
@@ -123,7 +122,7 @@ class Pool(PromptHistory):
         self.adapts = self.sampling.until == "informative"
         self.one_by_one = settings.max_age is None  # T-PPO: a completion is a group of its own
         self.width = 1 if self.one_by_one else self.sampling.group_size  # completions of a group
-        self.begun: list[Turn] = []
+        self.begun = []
 
     def draw(self, count: int) -> list[Turn]:
         """Take the turns of all groups that were begun, then new prompts while there is room."""
@@ -183,23 +182,16 @@ class Pool(PromptHistory):
     def rollout(self, draws: list[Turn]) -> list[Group]:
         """Go on with the groups of the pool, and begin one for each new draw that is kept."""
         kept = [draw for draw in draws if draw.kept]
-        groups = []
-        for draw in kept:
-            pieces = []
-            for piece in draw.so_far:
-                start = piece.length if self.one_by_one else 0
-                pieces.append(replace(piece, fresh_from=piece.length, start=start, pending=False))
-            groups.append(pieces or [None] * self.width)
+        groups = [[
+            replace(piece, fresh_from=piece.length, start=piece.length * self.one_by_one, pending=False)
+            for piece in draw.so_far] or [None] * self.width for draw in kept]
         leaving = None
         while leaving is None:
             self.advance(kept, groups)
             leaving = self.find_leaving(kept, groups, len(draws) - len(kept))
-        rolled = []
         one_window = self.settings.in_flight == 1  # is a step, which trains on its tokens at once
-        for n, draw in enumerate(kept):
-            pieces = [replace(piece, pending=n not in leaving) for piece in groups[n]]
-            rolled.append(OpenGroup(draw.prompt, tuple(pieces), one_window or n in leaving))
-        return rolled
+        return [OpenGroup(draw.prompt, tuple(replace(piece, pending=n not in leaving) for piece in groups[n]),
+                          one_window or n in leaving) for n, draw in enumerate(kept)]
 
     def advance(self, draws: list[Turn], groups: list[list[Piece | None]]) -> None:
         """Sample the next window of every completion that is not whole, in place."""

@@ -224,8 +224,7 @@ def spelled(value: Fraction, rng: random.Random) -> str:
 def test_numbers_are_equal_exactly_when_their_values_are():
     rng = random.Random(0)
     for _ in range(3000):
-        a, b = (Fraction(rng.randint(-40, 40) * rng.choice((1, 1000)), rng.choice((1, 1, 2, 3, 4, 7, 8)))
-                for _ in "ab")
+        a, b = (Fraction(rng.randint(-40, 40) * rng.choice((1, 1000)), rng.choice((1, 1, 2, 3, 4, 7, 8))) for _ in "ab")
         b = rng.choice((a, -a, b, a + 1))
         left, right = spelled(a, rng), spelled(b, rng)
         assert verdict(left, right) == ("right" if a == b else "wrong"), (left, right)
