@@ -299,8 +299,9 @@ def load(names: str | Path | list[str], overrides: list[str] = ()) -> Config:
 def require_evaluation(overrides: list[str]) -> None:
     """Raise ConfigError for a setting that training alone reads."""
     for text in overrides:
-        if re.match(r"(optim|prune|loss|advantage|update|pack|checkpoint|steps|data\.(train|limit)"
-                    r"|rollout\.(temperature|max_new_tokens|group_size|prompts_per_step|until))\b", text):
+        if re.match(r"(optim|prune|loss|advantage|update|checkpoint|steps|data\.(train|limit)|rollout\."
+                    r"(temperature|group_size|until|max_new_tokens(?!.*(environment|overlong))))\b",
+                    f"{text} {overrides}"):  # a rule of these two reads how much a rollout samples
             raise ConfigError(f"--set {text}: training alone reads this; an evaluation has eval.temperature, "
                               "eval.max_new_tokens and eval.limit of its own")
 
