@@ -18,7 +18,7 @@ TWO_WAYS = re.compile(r"-?\d+(\.\d{3})*,\d+|-?[1-9]\d{0,2}(\.\d{3})+")  # number
 
 
 def print_doubts(path: Path, rows: list[tuple]) -> None:
-    """Print which columns hold several types, with a cell of each, and how many rows hold U+FFFD."""
+    """Print which columns hold several types, with a cell of each, or choices, and how many rows U+FFFD."""
     columns = defaultdict(lambda: defaultdict(list))  # name -> type -> cells
     for _, row in rows:
         cells = [*row.items()]
@@ -31,6 +31,9 @@ def print_doubts(path: Path, rows: list[tuple]) -> None:
         if len(types) > 1:
             counts = (f"{len(cells)} {kind} such as {SHORT.repr(cells[0])}" for kind, cells in types.items())
             to_stderr(f"{path}: column {name!r} holds {' and '.join(counts)}")
+    for name in columns.keys() & {"choices", "options"}:
+        to_stderr(f"{path}: column {name!r} is not asked: write the choices into the question, and as the "
+                  "answer that of a completion")
     if lossy := [place for place, row in rows if "\ufffd" in str(row)]:
         to_stderr(f"{path}: {len(lossy)} of {len(rows)} rows hold U+FFFD in the place of a character that "
                   f"was cut or lost: {lossy[0]}")
