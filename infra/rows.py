@@ -94,7 +94,7 @@ def missing_column(row: dict, name: str, columns: Columns) -> str:
     if chosen is None:
         return f"data.columns={{{name}: null}} says that there is no {name}, which is needed here"
     if chosen in row:
-        return f"column {chosen!r} is empty; mend or remove the line"
+        return f"column {chosen!r} is empty, or nan; mend or remove the line"
     inner = [f"{name}.{key}" for name, value in row.items() if isinstance(value, dict) for key in value]
     near = meant(chosen, [*map(str, row), *inner])
     return (f"there is no column {chosen!r} for the {name} among {', '.join(map(str, row))}"
