@@ -19,11 +19,11 @@ ROUNDING = 1e-11  # of a reward, as of a sum in another order
 def advantage(rewards: Rewards, settings: Any) -> Tensor:
     """Compare the completions of each group by advantage.kind, [N, G], from all G of them."""
     adv_NG = ESTIMATORS[settings.kind](rewards, settings)
-    shape = getattr(adv_NG, "shape", None)
+    shape = getattr(adv_NG, "shape", type(adv_NG))
     if shape != rewards.total_NG.shape:  # of a method of one's own: it would be broadcast further on
         raise ConfigError(
-            f"advantage.kind={settings.kind} returns {f'shape {[*shape]}' if shape else type(adv_NG)}, and "
-            f"must return a tensor {[*rewards.total_NG.shape]}, a number for each completion of each group")
+            f"advantage.kind={settings.kind} returns {shape}, and must return a tensor "
+            f"{[*rewards.total_NG.shape]}, a number for each completion of each group")
     if (adv_NG.isnan() & ~rewards.total_NG.isnan()).any():  # nan is nobody's but those without a reward
         raise ConfigError(f"advantage.kind={settings.kind} returns nan for a completion that has a reward; "
                           "torch.nanmean and its like leave out those without one")

@@ -21,7 +21,7 @@ from itertools import cycle
 import config
 from config import Config, ConfigError
 from eval import find_loader, load_sets
-from infra import dist
+from infra import dist, terminal
 from infra.checkpoint import newest_checkpoints
 from infra.device import engine_spec, find_device, fit_engine
 from infra.signals import exit_status
@@ -96,7 +96,7 @@ class Conversation:
 def open_config(target: str, names: list[str] | None, overrides: list[str]) -> Config:
     """Read the config of a run folder, with its newest policy, or the default one for a model. Raises
     ConfigError."""
-    config.require_evaluation(overrides)
+    terminal.name_unread(overrides)
     run = user_path(target)
     if (run / "config.yaml").is_file():
         policies = [run / "hf", *newest_checkpoints(run / "checkpoints")[:1]]

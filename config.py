@@ -6,7 +6,6 @@ bound of a setting is in its type, constraints between settings are in settings/
 settings/loader.py turns yaml into all this.
 """
 
-import re
 from collections.abc import Iterable
 from dataclasses import asdict, fields, replace
 from functools import reduce
@@ -294,16 +293,6 @@ def load(names: str | Path | list[str], overrides: list[str] = ()) -> Config:
         if not fine:
             raise ConfigError(f"{key}={flatten(cfg)[key]} must be {allowed}")
     return cfg
-
-
-def require_evaluation(overrides: list[str]) -> None:
-    """Raise ConfigError for a setting that training alone reads."""
-    for text in overrides:
-        if re.match(r"(optim|prune|loss|advantage|update|checkpoint|steps|data\.(train|limit)|rollout\."
-                    r"(temperature|group_size|until|max_new_tokens(?!.*(environment|overlong))))\b",
-                    f"{text} {overrides}"):  # a rule of these two reads how much a rollout samples
-            raise ConfigError(f"--set {text}: training alone reads this; an evaluation has eval.temperature, "
-                              "eval.max_new_tokens and eval.limit of its own")
 
 
 def with_value(section: Any, key: str, value: Any) -> Any:

@@ -228,7 +228,7 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, star
 def evaluate_models(args: argparse.Namespace) -> None:
     """Evaluate every model of the command line and print its table."""
     args.config = args.config or ["eval/default.yaml"]
-    config.require_evaluation(args.set)
+    terminal.name_unread(args.set)
     cfg = config.load(args.config, args.set)
     if not args.model:
         raise ConfigError("--model must be given: a Hugging Face folder, a checkpoint or a hub name")

@@ -49,8 +49,7 @@ class Candidates:
 def keep_all(adv_NG: Tensor) -> Pruned:
     """Keep every candidate at weight 1."""
     kept_NG = ~adv_NG.isnan()
-    ones_NG = kept_NG.to(adv_NG.dtype)
-    return Pruned(kept_NG, ones_NG, ones_NG)
+    return Pruned(kept_NG, kept_NG.to(adv_NG.dtype), kept_NG.to(adv_NG.dtype))
 
 
 def keep_marked(kept_NG: Tensor, adv_NG: Tensor) -> Pruned:
@@ -477,7 +476,7 @@ def checked(pruner: Callable) -> Callable:
             raise ConfigError(f"prune.completions.kind={settings.kind} must return a Pruned of three tensors "
                               f"{[*adv_NG.shape]}: who is kept, weights and probabilities")
         keep_NG, weight_NG, prob_NG = tensors
-        fine_NG = weight_NG.isfinite() & (weight_NG >= 0) & (prob_NG >= 0) & (prob_NG <= 1)
+        fine_NG = weight_NG.isfinite() & (weight_NG >= 0) & ~((prob_NG < 0) | (prob_NG > LARGER))
         if keep_NG.dtype != torch.bool or not fine_NG.all():
             raise ConfigError(f"prune.completions.kind={settings.kind} must return who is kept as bool, "
                               "finite weights of at least 0, and probabilities of at most 1")

@@ -222,8 +222,7 @@ class Cache:
             out += self.by_prompt(weight[..., :longest], prompt_values)
             return out.view(q.shape).to(q.dtype)
 
-        hidden_SD = self.model.hidden(token_S, position_S, attend)
-        return self.model.logits(hidden_SD)
+        return self.model.logits(self.model.hidden(token_S, position_S, attend))
 
     def select(self, slots: list[int]) -> None:
         """Keep only these slots, in this order, and the prompts that they answer."""

@@ -32,8 +32,8 @@ def print_doubts(path: Path, rows: list[tuple]) -> None:
             counts = (f"{len(cells)} {kind} such as {SHORT.repr(cells[0])}" for kind, cells in types.items())
             to_stderr(f"{path}: column {name!r} holds {' and '.join(counts)}")
     for name in columns.keys() & {"choices", "options"}:
-        to_stderr(f"{path}: column {name!r} is not asked: write the choices into the question, and as the "
-                  "answer that of a completion")
+        to_stderr(f"{path}: column {name!r} is not asked: a question must hold its choices, and the answer "
+                  "be that of a completion")
     if lossy := [place for place, row in rows if "\ufffd" in str(row)]:
         to_stderr(f"{path}: {len(lossy)} of {len(rows)} rows hold U+FFFD in the place of a character that "
                   f"was cut or lost: {lossy[0]}")

@@ -20,8 +20,8 @@ def find_files(name: str, folder: str | None) -> list[Path]:
         return []
     file = str(Path(folder, named[1])) if named else name
     if name and find_path(file).is_dir():
-        file += "/**/*.*"
-    paths = [path for path in matching(file, "data set") if path.is_file() and path.suffix != ".md"]
+        file += "/**/*.[!m]*"  # less the README.md of a hub clone
+    paths = [path for path in matching(file, "data set") if path.is_file()]
     listed = "\n".join(path.name for path in paths)
     totals = re.findall(r"-of-(\d+)", listed)
     lacking = any(totals.count(total) % max(int(total), 1) for total in totals)

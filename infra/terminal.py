@@ -80,6 +80,15 @@ def count(text: str) -> int:
     return number
 
 
+def name_unread(overrides: list[str]) -> None:
+    """Print which settings an evaluation does not go by, though a rule may read them."""
+    for text in overrides:
+        if re.match(r"(optim|prune|loss|advantage|update|checkpoint|steps|data\.(train|limit)|rollout\."
+                    r"(temperature|group_size|until|max_new_tokens))\b", text):
+            to_stderr(f"--set {text} is of training: an evaluation goes by eval.temperature, "
+                      "eval.max_new_tokens and eval.limit")
+
+
 def print_progress(text: str) -> None:
     """Print a line of progress unless stderr is a terminal, which shows a bar."""
     if not sys.stderr.isatty():

@@ -182,7 +182,7 @@ def test_columns_of_several_types_and_lost_characters_are_counted_and_the_run_go
     assert (second.messages[0]["content"], third.answer, third.id) == ("\U0001f600\ufffd", "\ufffd", "a/2")
     columns = ("'answer' holds 1 numbers such as 3 and 2 texts such as '3'",
                "'meta.n' holds 2 numbers such as 1 and 1 texts such as '1'",
-               "'options' is not asked: write the choices into the question, and as the answer that of a completion")
+               "'options' is not asked: a question must hold its choices, and the answer be that of a completion")
     assert capsys.readouterr().err == "".join(f"{path}: column {said}\n" for said in columns) + (
         f"{path}: 1 of 3 rows hold U+FFFD in the place of a character that was cut or lost: {path}:1\n")
     assert data.Tokenizer(TOY).render("a\ud83d", "\ude00") == data.Tokenizer(TOY).render("a\ufffd", "\ufffd")

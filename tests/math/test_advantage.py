@@ -106,7 +106,7 @@ def test_decoupled_tells_rewards_apart_that_have_the_same_sum(correction):
 
 
 @pytest.mark.parametrize(("estimate", "said"), [
-    (lambda reward_NG: reward_NG.mean(dim=1), r"shape \[1\], and must return a tensor \[1, 3\]"),
+    (lambda reward_NG: reward_NG.mean(dim=1), r"torch.Size\(\[1\]\), and must return a tensor \[1, 3\]"),
     (lambda x_NG: [1, 0], "<class 'list'>, and "), (lambda x_NG: x_NG - x_NG.mean(), "nan for a completion that has ")])
 def test_an_estimator_of_another_shape_or_one_that_takes_no_account_of_missing_rewards_is_named(estimate, said,
                                                                                                monkeypatch):
