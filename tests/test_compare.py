@@ -130,8 +130,7 @@ def test_rates_come_first_and_then_seed_by_seed_the_six_of_which_a_part_is_18_ru
     rest, rate = made[len(tuning):], "5e-5" if full else "1e-4"
     first = compare.TUNED if full else compare.SIX
     six = [("test", name, rate, seed) for seed in range(5 if full else 3) for name in first]
-    others = [("test", name, rate, seed) for seed in range(5 if full else 0) for name in compare.OTHERS]
-    assert rest == six + others
+    assert rest == six + [("test", name, rate, seed) for seed in range(5 if full else 0) for name in compare.OTHERS]
 
 
 def test_a_rate_is_chosen_once_all_of_its_runs_are_there():

@@ -202,8 +202,7 @@ def test_papers_evaluate_as_their_configs_say(name, expected):
     (["--data", "toy/test.jsonl,toy/test.jsonl"], "evaluation set 'test' is named twice")])
 def test_bad_input_is_one_line_and_status_2(changes, message, monkeypatch, refused):
     monkeypatch.chdir(ROOT)
-    said = refused(evaluation, "--model", TOY, "--data", "toy/test.jsonl", *changes)
-    assert said.startswith(f"error: {message}")
+    assert refused(evaluation, "--model", TOY, "--data", "toy/test.jsonl", *changes).startswith(f"error: {message}")
 
 
 def test_gpqa_is_asked_by_letters(tmp_path):

@@ -54,8 +54,7 @@ def test_published_rewards_are_settings(settings, text, right):
     ("tag_exact", "<answer>1</answer> no <answer>42</answer>", 1.0),
     ("accuracy", "42", 0.0), ("wrong", "#### 42", 0.0)])
 def test_components_by_hand(name, text, value):
-    completion = Completion(text, "42", 1, 10, "#### 42" in text, Reward())
-    assert COMPONENTS[name][0](completion) == pytest.approx(value)
+    assert COMPONENTS[name][0](Completion(text, "42", 1, 10, "#### 42" in text, Reward())) == pytest.approx(value)
 
 
 def test_the_soft_punishment_of_length():

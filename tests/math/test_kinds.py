@@ -30,6 +30,14 @@ def test_every_kind_of_the_config_has_its_function():
     assert set(ESTIMATORS) == set(ADVANTAGES) and set(prune.PROMPTS) == set(PROMPTS)
 
 
+@pytest.mark.house
+def test_the_kinds_that_are_shipped():
+    assert set(ESTIMATORS) == {"group_norm", "centred", "leave_one_out", "shrinkage", "decoupled"}
+    assert set(COMPLETIONS) == {"none", "topk", "bottom", "bernoulli", "pps", "pods", "variance"}
+    assert set(prune.PROMPTS) == {"none", "bernoulli", "rank", "pps", "greso"}
+    assert set(TRUST) == {"clip", "clip_sequence", "clamp", "total_variation", "binary_kl", "none"}
+
+
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_an_advantage_is_a_number_for_each_completion_with_a_reward(kind):
     rewards = as_rewards({"accuracy": REWARD_NG.clone(), "other": REWARD_NG.flip(1)}, {"accuracy": 1.0, "other": 0.5})

@@ -33,9 +33,7 @@ def largest(keep: int, scope: str) -> list[list[int]]:
 
 
 def test_per_question_every_group_keeps_k_and_ties_keep_the_earlier():
-    assert largest(1, "group") == [[0], [0], [0]]
-    assert largest(2, "group") == [[0, 1], [0, 1], [0, 1]]
-    assert largest(3, "group") == [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
+    assert [largest(keep, "group") for keep in (1, 2, 3)] == [[[0]] * 3, [[0, 1]] * 3, [[0, 1, 2]] * 3]
 
 
 def test_over_the_batch_flat_groups_go_first_and_others_keep_more():

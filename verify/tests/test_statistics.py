@@ -55,8 +55,7 @@ def voted(*given: str, gold: str = "7") -> list[str | None]:
     (["right", "right", "7"], 0)])
 def test_majority_is_that_of_all_or_of_blocks(given, value):
     assert statistics.majority(voted(*given)) == pytest.approx(value)
-    votes = voted("7", "7", "8", "7", "8", "8", "7")
-    assert statistics.majority_at(2, votes) == pytest.approx((1 + 0.5 + 0) / 3)
+    assert statistics.majority_at(2, voted("7", "7", "8", "7", "8", "8", "7")) == pytest.approx((1 + 0.5 + 0) / 3)
 
 
 def beta(draw: np.random.Generator, count: int, a: float, b: float, scores: int) -> np.ndarray:
