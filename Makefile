@@ -28,11 +28,13 @@ FORK := tests/math/test_kinds.py tests/math/test_advantage.py tests/math/test_pr
 test-fork: .venv/dev ## both recipes of docs/fork.md applied to a copy, then the tests that a new kind can turn red
 	$(VENV)/python tests/fork.py $(FORK)
 
-# What a stage computes, and the loop. `make test-long` runs the whole suite without each leaf.
-CORE := tests/math/test_advantage.py tests/math/test_loss.py tests/math/test_prune.py tests/test_collect.py tests/test_loop.py
+# What a stage computes, the loop, and what names settings, kinds and configs. `make test-long` runs the whole suite
+# without each leaf.
+CORE := tests/math/test_advantage.py tests/math/test_loss.py tests/math/test_prune.py tests/test_collect.py \
+	tests/test_loop.py tests/test_config.py tests/test_repo.py tests/test_one_run.py
 
-test-leaves: .venv/dev ## three leaves at random, and all together, fall off a copy: the rest passes tests and trains the same
-	$(VENV)/python tests/fall_off.py --random 3 --tests $(CORE)
+test-leaves: .venv/dev ## two leaves at random, and all together, fall off a copy: the rest passes tests and trains the same
+	$(VENV)/python tests/fall_off.py --random 2 --tests $(CORE)
 
 # CI runs a tenth of the slow tests, by the day of the year. Their seconds are of `pytest --store-durations`.
 TENTH = --splits 10 --group $$(( $$(date +%-j) % 10 + 1 )) --splitting-algorithm least_duration \
@@ -56,13 +58,15 @@ test-long: .venv/dev ## the long forms: all slow tests, a fork's whole suite, 12
 	$(VENV)/python tests/fuzz.py --mutants 10000
 	$(VENV)/python tests/soak.py
 
-# The tests of vLLM by the Python given: one engine per process, so one process per model. CI takes the short form.
+# The tests of vLLM by the Python given: one engine per process, so one process per model. CI takes the short form: one
+# model, what is not slow, and a tenth of what is.
 VLLM_MODELS = $(if $(LONG),qwen2 qwen2-untied qwen3 llama gemma3 olmo3 glm4 mistral smollm3,qwen2)
 define vllm_tests
 for model in $(VLLM_MODELS); do \
 	$(1) -m pytest -m vllm tests/test_vllm.py --vllm-model $$model || exit 1; done
 $(1) -m pytest -m vllm tests/test_vllm.py --vllm-awake --vllm-async
 $(1) -m pytest -m $(if $(LONG),vllm,"vllm and not slow") tests/test_vllm_arguments.py tests/test_vllm_train.py
+$(if $(LONG),,$(1) -m pytest -m "vllm and slow" $(TENTH) tests/test_vllm_arguments.py tests/test_vllm_train.py)
 endef
 
 # Devices are hidden, so that this build stays on the CPU on a machine with a GPU too.

@@ -296,8 +296,7 @@ def main() -> None:
     parser.add_argument("--spoil", action="store_true", help="ask for the value of each row's loss: a sync")
     args = parser.parse_args()
     open_device(args.ranks)
-    offered = f"rollout.prompts_per_step={GROUPS * args.ranks}"
-    cfg = config.load("grpo_gsm8k.yaml", [offered, *SETTINGS, *args.set])
+    cfg = config.load("grpo_gsm8k.yaml", [f"rollout.prompts_per_step={GROUPS * args.ranks}", *SETTINGS, *args.set])
     traces, sizes = [], shapes.SHAPES[args.shape]
     for layers in (1, args.layers or sizes[2]):
         shapes.SHAPES[args.shape] = (*sizes[:2], layers, *sizes[3:])

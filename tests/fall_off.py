@@ -99,10 +99,12 @@ def main() -> None:
             if lines != expected:
                 sys.exit(f"without {', '.join(gone)} the runs are others")
             if gone and args.tests:
-                # Settings, kinds and configs of these leaves, as errors name them.
+                # What errors name: settings and kinds of these leaves; their configs and files.
                 names = {re.split("[=.]", choice)[-1] for leaf in gone for choice in leaves.LEAVES[leaf]}
-                names |= {path.stem for path in configs_of(gone)}
-                given = json.dumps({"leaves": gone, "names": sorted(names)})
+                files = {name for path in configs_of(gone) for name in (path.stem, re.sub("_.*", "_*", path.stem))}
+                files |= {path.name for leaf in gone for path in (ROOT / "leaves" / leaf).glob("*.py")}
+                files |= {"report.py"} if "page" in gone else set()
+                given = json.dumps({"leaves": gone, "names": sorted(names), "files": sorted(files)})
                 run(folder, sys.executable, "-m", "pytest", "-n", "2", "-p", "fallen", *args.tests, GONE=given,
                     PYTHONPATH="tests")
             print(f"without {', '.join(gone) or 'nothing'}: the same", flush=True)

@@ -178,8 +178,7 @@ def use_rows(path: Path, rng: random.Random) -> int:
     def load() -> None:
         few = path.parent / "few.jsonl"
         task = train.load_task(config.load("grpo_toy.yaml", [f"data.train={path}", f"data.eval={few}"]))
-        lines = decode(path.read_bytes(), path).split("\n")
-        rows = [json.loads(line) for line in lines if line.strip()]
+        rows = [json.loads(line) for line in decode(path.read_bytes(), path).split("\n") if line.strip()]
         assert [p.question for p in task.problems] == [encodable(row["question"]) for row in rows], "other rows"
     return exit_status(load)
 

@@ -273,8 +273,7 @@ def main() -> int:
         return importlib.import_module(words[0]).main()
     finally:
         if os.environ.get("RANK", "0") == "0":
-            seen = [[*key, count] for key, count in SEEN.most_common()]
-            print(json.dumps(seen))
+            print(json.dumps([[*key, count] for key, count in SEEN.most_common()]))
 
 
 if __name__ == "__main__":

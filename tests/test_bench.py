@@ -283,8 +283,7 @@ def test_the_bench_beside_trl_takes_steps_in_turns(few, tmp_path, monkeypatch, c
 
     monkeypatch.setattr(peers, "Peer", Twice)
     monkeypatch.setattr(peers, "WARM", 0)
-    chosen = peers.Regime("flat", ROOT / "toy" / "model", 2, False, 1, tmp_path)
-    trl, ours = peers.compare(chosen, ["cppo4"], rounds=1)
+    trl, ours = peers.compare(peers.Regime("flat", ROOT / "toy" / "model", 2, False, 1, tmp_path), ["cppo4"], rounds=1)
     assert trl["TRL / this"] == [1.0] and ours["tokens"] < trl["tokens"]
     assert min(ours["update s"], trl["update s"]) > 0
     assert "flat: 2 x 16 completions" in capsys.readouterr().out

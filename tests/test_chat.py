@@ -54,8 +54,7 @@ def test_an_environment_replies(stop, tmp_path):
     """Its reply is wrong by 3 and stands behind a stop text; without one only an answer's end can have a reply."""
     from leaves.environment.test_environment import with_sums
     conversation = opened(*with_sums(tmp_path), f"rollout.stop={stop}", "eval.temperature=1", *SHORT)
-    text = "".join(conversation.say("/problem") for _ in range(9))
-    sums = re.findall(r"(\d+) \+ (\d+) = (\d+)", text)
+    sums = re.findall(r"(\d+) \+ (\d+) = (\d+)", "".join(conversation.say("/problem") for _ in range(9)))
     replies = sum(int(a) + int(b) + 3 == int(c) for a, b, c in sums)
     assert replies > len(sums) / 2 if stop != "null" else replies < len(sums) / 2
 

@@ -168,8 +168,7 @@ def gathered() -> list[Sample]:
     """Every rank's completions at every rank; the first has five of them, the second seven, the third none."""
     bounds = [0, 5, 12, 12]
     mine = twelve()[bounds[dist.rank()]:bounds[dist.rank() + 1]]
-    engine = SimpleNamespace(generate=lambda *_, **__: mine)
-    return Sampler(engine, None, config.Rollout(1, 1, 1), None, 0).complete([])
+    return Sampler(SimpleNamespace(generate=lambda *_, **__: mine), None, config.Rollout(1, 1, 1), None, 0).complete([])
 
 
 def test_every_rank_gets_every_completion_whole_and_in_order(tmp_path):

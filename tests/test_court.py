@@ -367,8 +367,7 @@ def test_a_claim_is_judged_by_its_interval_and_its_bound(every_method, tmp_path,
 def test_the_page_of_the_court_quotes_tables_that_it_prints_of_what_is_kept(every_method, capsys):
     court.report(court.RESULTS)
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    page = (ROOT / "docs" / "court.md").read_text()
-    quoted = [line for line in page.splitlines() if line.startswith("| ")]
+    quoted = [line for line in (ROOT / "docs" / "court.md").read_text().splitlines() if line.startswith("| ")]
     assert not set(quoted) - set(printed)
     claims = [line for line in printed if line.split(" | ")[0].strip("| ").isdigit()]
     assert len(claims) == len(court.CLAIMS) and set(claims) <= set(quoted)

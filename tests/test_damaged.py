@@ -266,8 +266,7 @@ def test_any_error_of_the_file_system_is_one_line_with_the_file(name, tmp_path, 
         raise OSError(number, os.strerror(number), str(old), None, str(new))
 
     monkeypatch.setattr(os, "replace", failing)
-    path = tmp_path / "metrics.jsonl"
-    assert exit_status(lambda: lines.rewrite_log(path, [{"step": 1}]), lambda: "go on") == 2
+    assert exit_status(lambda: lines.rewrite_log(tmp_path / "metrics.jsonl", [{"step": 1}]), lambda: "go on") == 2
     said, = capsys.readouterr().err.splitlines()
     assert said.startswith(f"error: {os.strerror(number)}: '{tmp_path}/") and said.endswith("make room there; go on")
 

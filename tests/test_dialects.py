@@ -202,8 +202,7 @@ def hold(tokenizer: data.Tokenizer, roles: list[str], seed: int, canonical: bool
     asked = [{"role": "user", "content": some_text(rng)}]
     if rng.random() < 0.5:
         asked.insert(0, {"role": "system", "content": some_text(rng)})
-    text = tokenizer.conversation(asked, True)
-    prompt = Prompt("q", tokenizer.encode([text])[0], "1")
+    prompt = Prompt("q", tokenizer.encode([tokenizer.conversation(asked, True)])[0], "1")
     talk = Talk(tokenizer, roles, asked, rng, canonical)
     engine = EnvironmentEngine(talk, tokenizer, Inline(talk.reply, max_context=5000), lock_step=False)
     sample, = engine.generate([Request(prompt, 1, 4000)], 1.0)

@@ -67,8 +67,7 @@ def test_an_update_waits_launches_and_computes_no_more_than_it_did(case):
     assert (row["log_probs"], row["products"]) == (["torch.float32 on fakegpu"], ["flop in torch.bfloat16"])
     assert row["unlike"] == []  # gradients have their weights' dtype, device, shape, and shape of the shard
     more = OF_ADAPTERS if "lora" in case else OF_ENTROPY if case == "entropy" else {}
-    kernels = row["kernels"]  # of a layer, and of a chunk of the head
-    assert {name: count for name, count in kernels.items() if count > KERNELS[name] + more.get(name, 0)} == {}
+    assert {name: count for name, count in row["kernels"].items() if count > KERNELS[name] + more.get(name, 0)} == {}
     # The bench counts 6 FLOP a number, which vectors do not have. Besides, backward computes the head's logits again,
     # and layers if that is asked for.
     assert row["flop"] == pytest.approx(row["formula"], rel=0.001)

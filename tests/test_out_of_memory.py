@@ -134,8 +134,7 @@ def test_memory_that_runs_out_while_models_load_is_one_line(tmp_path, monkeypatc
         raise LESS
 
     monkeypatch.setattr(train, "build_learner", refuse)
-    cfg = toy_config(tmp_path / "run", *SHORT)
-    (tmp_path / "test.yaml").write_text(config.dump(cfg))
+    (tmp_path / "test.yaml").write_text(config.dump(toy_config(tmp_path / "run", *SHORT)))
     for more in ([], ["--check"]):
         line = refused(train, "--config", tmp_path / "test.yaml", *more)
         assert line.startswith("error: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB. Second line); ")

@@ -47,9 +47,8 @@ def test_other_columns_and_what_lies_inside_one(tmp_path, capsys):
     assert capsys.readouterr().err == f"{bare}: no row has the column 'Ergebniss' that data.columns names for answer\n"
     # A row that lacks what others have is not given what stands under our name.
     without = {"answer": "5", "reward_model": {}, "uid": 4}
-    mixed = str(write(tmp_path / "mixed.jsonl", row | {"answer": "4"}, row | without))
     with pytest.raises(ConfigError, match=r"mixed.jsonl:2: there is no column 'reward_model.ground_truth' for the ans"):
-        data.load_problems(mixed, columns=columns)
+        data.load_problems(str(write(tmp_path / "mixed.jsonl", row | {"answer": "4"}, row | without)), columns=columns)
 
 
 def test_verls_columns_need_no_setting_and_the_content_of_a_message_may_be_parts(tmp_path):
@@ -87,8 +86,7 @@ def test_a_question_may_be_messages_or_messages_as_json(tmp_path):
         prompt, = data.to_prompts([problem], tokenizer, system, 200)
         text = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         assert tokenizer.decode(prompt.ids, special=True) == text
-    without_system = Problem("x", "2 + 3?", "5", messages=tuple(SHOTS[1:]))
-    prompt, = data.to_prompts([without_system], tokenizer, "Be short.", 200)
+    prompt, = data.to_prompts([Problem("x", "2 + 3?", "5", messages=tuple(SHOTS[1:]))], tokenizer, "Be short.", 200)
     assert prompt.ids == data.to_prompts([listed], tokenizer, None, 200)[0].ids
     named = (SHOTS[1] | {"name": "Ann"}, *SHOTS[2:])  # Arrow gives every message all keys that one of them has
     table = pyarrow.Table.from_pylist([{"question": named, "answer": "5"}])
@@ -115,8 +113,7 @@ def test_answers_are_asked_for_where_the_reward_reads_them(tmp_path, capsys):
 
 
 def test_a_named_set_has_its_own_columns_and_null_is_no_answer_even_of_a_solution(tmp_path):
-    rows = [{"question": "q", "answer": "1", "label": "2"}]
-    write(tmp_path / "gsm8k_test.jsonl", *rows)
+    write(tmp_path / "gsm8k_test.jsonl", {"question": "q", "answer": "1", "label": "2"})
     assert data.load_problems("gsm8k", str(tmp_path), columns={"answer": "label"})[0].answer == "1"
     path = str(write(tmp_path / "own.jsonl", {"question": "q", "solution": r"\boxed{1}"}))
     assert data.load_problems(path)[0].answer == "1"
@@ -177,8 +174,7 @@ def test_a_run_goes_on_with_the_template_that_it_began_with(tmp_path, command):
         train.train(toy_config(tmp_path / "run", *given, f"data.chat_template={template}"), resume="always")
     (tmp_path / "moved.jinja").write_text(QWEN3)
     train.train(toy_config(tmp_path / "run", *given, f"data.chat_template={tmp_path}/moved.jinja"), resume="always")
-    step = str(tmp_path / "run" / "checkpoints" / "step_000002")
-    assert command(learner, step, "--out", str(tmp_path / "hf")) == 0
+    assert command(learner, str(tmp_path / "run" / "checkpoints" / "step_000002"), "--out", str(tmp_path / "hf")) == 0
     assert data.Tokenizer(tmp_path / "hf").source == QWEN3 == data.Tokenizer(tmp_path / "run" / "hf").source
 
 
@@ -269,8 +265,7 @@ def own_task(folder: Path, *overrides: str) -> config.Config:
 
 def test_a_base_model_without_a_way_to_prompt_it_is_told_its_remedies(tmp_path, command, monkeypatch, capsys):
     folder = str(base_model(tmp_path / "model"))
-    few = write(tmp_path / "few.jsonl", {"prompt": "q", "label": "1"})
-    given = ["--model", folder, "--data", few,
+    given = ["--model", folder, "--data", write(tmp_path / "few.jsonl", {"prompt": "q", "label": "1"}),
              *sets("eval.max_new_tokens=4", "data.columns={question: prompt, answer: label}")]
     for program, *words in ((evaluation, *given), (train, "--config", "cppo_toy.yaml", "--check",
                                                    *sets(f"model.path={folder}", f"out={tmp_path / 'run'}"))):
@@ -299,8 +294,7 @@ def test_a_base_model_trains_and_evaluates_on_questions_without_answers(tmp_path
     first, *steps, last = runfolder.read_log(run / "metrics.jsonl")
     scores = [last[f"eval/held_out/{key}"] for key in ("reward", "reward_low", "reward_high")]
     assert scores[0] > 0 and -1 <= scores[1] < scores[0] < scores[2] <= 1
-    logged = {key for line in (first, *steps, last) for key in line}
-    assert not [key for key in logged if key.rpartition("/")[2] in (
+    assert not [key for key in {key for line in (first, *steps, last) for key in line} if key.rpartition("/")[2] in (
         "accuracy", "low", "high", "lenient", "unparsed", "disagree", "pass", "majority")]
     assert all(step["reward/mean"] == pytest.approx(step["reward/custom"]) for step in steps)
     bounds = f"reward {scores[0]:.3f} [{scores[1]:.3f}, {scores[2]:.3f}]"
@@ -332,8 +326,7 @@ def test_a_base_model_trains_and_evaluates_on_questions_without_answers(tmp_path
 def test_accuracy_stays_beside_the_reward_where_there_are_answers(tmp_path, capsys):
     """CPPO's reward on GSM8K gives accuracy no weight, and its papers' figures are accuracies."""
     report = pytest.importorskip("report")
-    cfg = toy_config(tmp_path / "run", "steps=1", "reward.accuracy=0", "reward.tag_number=1", "reward.boxed=0.5")
-    train.train(cfg)
+    train.train(toy_config(tmp_path / "run", "steps=1", "reward.accuracy=0", "reward.tag_number=1", "reward.boxed=0.5"))
     last = runfolder.read_log(tmp_path / "run" / "metrics.jsonl")[-1]
     assert {"eval/few/accuracy", "eval/few/reward", "eval/few/low", "eval/few/reward_low"} <= last.keys()
     assert -1e-9 <= last["eval/few/reward_low"] <= last["eval/few/reward"] <= last["eval/few/reward_high"] <= 1.5

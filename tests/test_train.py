@@ -358,7 +358,10 @@ def test_cppo_learns_to_reason(name, ranks, tmp_path):
     assert last["eval/test/length"] > 2 * first["eval/test/length"]
 
 
-@pytest.mark.parametrize("command", ["train --help", "eval --help", "replay --help", "report --help", "chat --help",
+REPORT = ["report --help"] if (ROOT / "report.py").exists() else []  # with the page's leaf
+
+
+@pytest.mark.parametrize("command", ["train --help", "eval --help", "replay --help", "chat --help", *REPORT,
                                      "train --config cppo_toy.yaml --set rollout.group_size=1"])
 def test_help_and_a_mistake_in_the_config_come_before_torch(command):
     """Which takes seconds to import."""

@@ -52,11 +52,12 @@ def is_in_step(line: dict) -> bool:
 ADAPTER = ["model.lora.rank=8", "optim.lr=1e-3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "settings", "steps"), [
-    pytest.param([sys.executable], [], 15, id="1 rank", marks=pytest.mark.slow),
-    pytest.param([sys.executable], ["rollout.sleep=always"], 15, id="1 rank, asleep", marks=pytest.mark.slow),
-    pytest.param(TORCHRUN, [], 40, id="2 ranks", marks=[two_ranks, pytest.mark.slow]),
-    pytest.param([sys.executable], ADAPTER, 40, id="lora, 1 rank", marks=pytest.mark.slow),
+    pytest.param([sys.executable], [], 15, id="1 rank"),
+    pytest.param([sys.executable], ["rollout.sleep=always"], 15, id="1 rank, asleep"),
+    pytest.param(TORCHRUN, [], 40, id="2 ranks", marks=two_ranks),
+    pytest.param([sys.executable], ADAPTER, 40, id="lora, 1 rank"),
     pytest.param(TORCHRUN, [*ADAPTER, "rollout.sleep=always"], 15, id="lora, 2 ranks, asleep", marks=two_ranks)])
 def test_the_toy_learns(launcher, settings, steps, tmp_path):
     done = run(*launcher, "train.py", *toy(f"out={tmp_path / 'run'}", f"steps={steps}", *settings))
@@ -73,8 +74,9 @@ def test_the_toy_learns(launcher, settings, steps, tmp_path):
     print(json.dumps({key: learnt[f"eval/test/{key}"] for key in ("accuracy", "low", "high")}))
 
 
+@pytest.mark.slow
 @two_ranks
-@pytest.mark.parametrize("kind", [pytest.param("tied", marks=pytest.mark.slow), "untied"])
+@pytest.mark.parametrize("kind", ["tied", "untied"])
 def test_sharded_weights_arrive_whole_and_two_ranks_can_hold_one_engine(kind, tmp_path):
     """Policies under FSDP2. The same samples from one engine per rank as from one engine over both."""
     size = {"std": 0.15, "hidden_size": 128, "tie_word_embeddings": kind == "tied"}
@@ -141,6 +143,7 @@ atexit.register(lambda: print("steps with a queue:", len(lengths)))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sleep", ["always", "never"])
 def test_an_engine_gives_the_same_samples_whether_it_sleeps_or_not(sleep, whole, tmp_path):
     """And under CUDA's scheduler, which leaves a step in its queue at each sleep and sync. auto took `never`.
@@ -158,11 +161,11 @@ def test_an_engine_gives_the_same_samples_whether_it_sleeps_or_not(sleep, whole,
         assert ours == expected and int(done.stdout.rpartition("steps with a queue:")[2]) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "status", "says"), [
-    pytest.param("1 / 0", 1, ["vLLM failed while sampling: division by zero", "--resume auto goes on from"],
-                 id="failed", marks=pytest.mark.slow),
-    pytest.param("signal.raise_signal(signal.SIGTERM)", 130,
-                 ["stopping: samples under way are dropped", "interrupted; --resume"], id="stopped")])
+    ("1 / 0", 1, ["vLLM failed while sampling: division by zero", "--resume auto goes on from"]),
+    ("signal.raise_signal(signal.SIGTERM)", 130,
+     ["stopping: samples under way are dropped", "interrupted; --resume"])], ids=["failed", "stopped"])
 def test_an_engine_that_fails_or_is_stopped_in_the_middle_of_a_step_leaves_a_run_to_resume(
         how, status, says, whole, tmp_path):
     done = run(*after(f"""
@@ -221,10 +224,10 @@ def test_groups_go_on_with_vllm_on_two_ranks(tmp_path):
     assert max(line.get("age/most", 0) for line in lines) <= 2 and lines[0]["rollout/pending"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "more"), [
-    pytest.param([sys.executable], [], marks=pytest.mark.slow),
-    pytest.param(TORCHRUN, ["rollout.tensor_parallel=2"], marks=two_ranks),
-    pytest.param(TORCHRUN, [], marks=[two_ranks, pytest.mark.slow])], ids=["1 rank", "2 ranks, 1 engine", "2 ranks"])
+    ([sys.executable], []), pytest.param(TORCHRUN, ["rollout.tensor_parallel=2"], marks=two_ranks),
+    pytest.param(TORCHRUN, [], marks=two_ranks)], ids=["1 rank", "2 ranks, 1 engine", "2 ranks"])
 def test_an_environment_replies_to_vllm(launcher, more, tmp_path):
     """Ranks that share an engine take equally many turns."""
     from leaves.environment.test_environment import with_sums

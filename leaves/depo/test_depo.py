@@ -18,8 +18,7 @@ from records import Group, Prompt, Rolled, Sample
 
 
 def prompts_of(count: int) -> list[Prompt]:
-    problems = data.load_problems(str(TOY.parent / "train.jsonl"))[:count]
-    return data.to_prompts(problems, data.Tokenizer(TOY), None, 128)
+    return data.to_prompts(data.load_problems(str(TOY.parent / "train.jsonl"))[:count], data.Tokenizer(TOY), None, 128)
 
 
 def filtered(count: int = 12, seed: int = 0, **settings) -> depo.FilteredHistory:
@@ -163,6 +162,5 @@ def test_the_confidence_is_that_of_the_release_exp_of_a_mean_over_completions(mo
     history = filtered(4)
     prompt = history.prompts[0]
     samples = Sample((5, 6), (-0.1, -0.1), True), Sample((5, 6, 7), (-2.0, -1.0, -3.0), True)
-    reward_NG = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
-    history.adapt(as_rolled([Group(prompt, samples)], reward_NG))
+    history.adapt(as_rolled([Group(prompt, samples)], torch.tensor([[1.0, 0.0]], dtype=torch.float64)))
     assert given[0].tolist() == pytest.approx([math.exp(-1.05)])

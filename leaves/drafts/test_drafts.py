@@ -79,8 +79,7 @@ def test_drafts_change_no_token(kind, first):
 def test_so_they_do_with_other_ways_to_sample_and_stop_texts(settings, slots):
     sampling = {"temperature": 1.3} | settings
     tokenizer = train.data.Tokenizer(TOY)
-    texts = [tokenizer.decode([token]) for token in range(50, 60)]
-    stops = replace(train.data.Tokenizer(TOY, stop=texts).stops)
+    stops = replace(train.data.Tokenizer(TOY, stop=[tokenizer.decode([token]) for token in range(50, 60)]).stops)
     assert isinstance(stops, Stops)
     engine = engine_on(slots=slots, stops=stops)
     drafts, plain = engine.generate(asked(), **sampling), engine.generate(asked(5), **sampling)

@@ -140,8 +140,7 @@ def test_windows_give_the_completion_that_one_call_gives():
     script = [encode("20 + 30 ="), encode(". 53 + 1 ="), [*encode(".\n#### 57"), CLOSING]]
     whole, _ = one(list(script), SUMS)
     for size in range(1, 7):
-        engine = Scripted({"q": list(script)})
-        through = EnvironmentEngine(engine, TOKENIZER, Inline(SUMS), lock_step=False)
+        through = EnvironmentEngine(Scripted({"q": list(script)}), TOKENIZER, Inline(SUMS), lock_step=False)
         so_far = None
         while so_far is None or not so_far.finished:
             piece, = through.generate([Request(Prompt("q", (5, 6, 7), "1"), 1, size, so_far)], 1.0)
@@ -180,8 +179,7 @@ def test_a_text_behind_a_closed_answer_is_a_message_of_the_user():
     sample, _ = one(turns, lambda text, row: None if "6" in text else "higher")
     shown = TOKENIZER.decode(sample.ids, special=True)
     assert shown == "#### 5<|im_end|>\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n#### 6<|im_end|>"
-    message = {"role": "user", "content": "higher"}
-    assert one(turns, lambda text, row: None if "6" in text else [message])[0] == sample
+    assert one(turns, lambda text, row: None if "6" in text else [{"role": "user", "content": "higher"}])[0] == sample
     answer = [{"role": "tool", "content": "2"}]  # messages behind a stop close the answer
     sample, _ = one(["1 + 1 =", [CLOSING]], lambda text, row: None if "2" in text else answer)
     assert TOKENIZER.decode(sample.ids, special=True) == (
@@ -220,8 +218,7 @@ tools = [add, fail, clock]
 
 def opened(tmp_path: Path, source: str, **settings) -> EnvironmentFile:
     (tmp_path / "mine.py").write_text(source)
-    given = {"max_context": 100, "seconds": 1} | settings
-    return open_environment(Environment(str(tmp_path / "mine.py"), **given))
+    return open_environment(Environment(str(tmp_path / "mine.py"), **{"max_context": 100, "seconds": 1} | settings))
 
 
 def ask(file: EnvironmentFile, turn: str, row_id: str = "q") -> Reply:
@@ -477,8 +474,7 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_run_is_the_same_on_two_ranks_and_resumes_as_itself(name, tmp_path, capsys):
     few = ["steps=2", "eval.limit=2"] if name == "cppo" else ["steps=3", "eval.limit=8"]
-    settings = with_sums(tmp_path, *few, "checkpoint.every=1", *VARIANTS[name])
-    cfg = toy_config(tmp_path / "one", *settings)
+    cfg = toy_config(tmp_path / "one", *with_sums(tmp_path, *few, "checkpoint.every=1", *VARIANTS[name]))
     alone = trained_unchecked(cfg)
     lines = runfolder.read_log(tmp_path / "one" / "metrics.jsonl")
     assert any(line.get("environment/calls", 0) > 0.2 for line in lines)

@@ -139,8 +139,7 @@ def test_a_run_that_goes_on_takes_the_same_choices_or_chooses_again():
     asleep = on(cfg, "1.5B", 45, saved=saved)  # makes room for the same rows
     assert asleep == replace(first, rollout=replace(first.rollout, sleep="always"))
     assert on(cfg, "1.5B", 30, saved=saved).pack.capacity < first.pack.capacity
-    named = load("cppo_gsm8k", *MANY, "pack.capacity=32768")
-    assert on(named, "1.5B", 139, saved=saved).pack.capacity == 32768
+    assert on(load("cppo_gsm8k", *MANY, "pack.capacity=32768"), "1.5B", 139, saved=saved).pack.capacity == 32768
     fewer = on(load("divppo_math"), "4B", 79, 8)
     again = decided(load("divppo_math"), "4B", 139, 8, saved=config.flatten(fewer))
     assert again.cfg == fewer and again.remarks == (f"rollout.slots={fewer.rollout.slots}, not 256: as before",)

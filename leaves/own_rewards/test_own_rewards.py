@@ -139,11 +139,9 @@ def test_a_call_that_is_slow_is_told_apart_from_one_that_dies_and_its_worth_is_t
                              "    if 'kill' in text: os.kill(os.getpid(), signal.SIGKILL)\n"
                              "    if 'big' in text: bytearray(10**13)\n    return 1")
     cfg = own(path, custom_seconds=0.2, custom_workers=1, custom_ended=-1)
-    results = parts(cfg, "slow", "kill", "big", "good", "slow 2")
-    assert [(p["custom"], p["timed_out"], p["died"]) for p in results] == [
+    assert [(p["custom"], p["timed_out"], p["died"]) for p in parts(cfg, "slow", "kill", "big", "good", "slow 2")] == [
         (-1, 1, 0), (-1, 0, 1), (-1, 0, 1), (1, 0, 0), (-1, 1, 0)]
-    said = capfd.readouterr().err.splitlines()
-    assert [re.search("a call (.*); its value is -1 ", line)[1] for line in said] == [
+    assert [re.search("a call (.*); its value is -1 ", line)[1] for line in capfd.readouterr().err.splitlines()] == [
         "took more than 0.2 s of computing or of waiting (reward.custom_seconds), and was ended (row q)", "ended its process by signal 9 (row q)",
         "asked for more than 2 GiB of memory (reward.custom_gib) (row q)"]
 
@@ -203,8 +201,7 @@ def test_an_evaluation_says_that_the_file_is_not_the_runs(tmp_path, command, cap
 def test_an_evaluation_tries_the_file_before_it_samples(tmp_path, monkeypatch, command, capsys):
     path = file_of(tmp_path, "def reward(text, row):\n    return row['worth']")
     (tmp_path / "one.jsonl").write_text('{"question": "1 + 1?", "worth": 0.5}\n')
-    cfg = small(tmp_path, path, f"data.train={tmp_path}/one.jsonl")
-    (tmp_path / "own.yaml").write_text(config.dump(cfg))
+    (tmp_path / "own.yaml").write_text(config.dump(small(tmp_path, path, f"data.train={tmp_path}/one.jsonl")))
     monkeypatch.setattr(evaluation, "sample_responses", None)
     (tmp_path / "two.jsonl").write_text('{"question": "1 + 1?"}\n')
     assert command(evaluation, "--config", tmp_path / "own.yaml", "--model", TOY, "--data", tmp_path / "two.jsonl") == 2
@@ -232,8 +229,7 @@ def test_the_time_that_loading_takes_is_not_taken_from_the_first_call_of_a_proce
 
 
 def test_a_change_while_a_run_is_under_way_is_not_seen(tmp_path):
-    path = file_of(tmp_path, "def reward(text):\n    return 0.25")
-    cfg = own(path)
+    cfg = own(file_of(tmp_path, "def reward(text):\n    return 0.25"))
     calls.try_functions(cfg, [PROBLEM])
     file_of(tmp_path, "def reward(text):\n    return 0.5")
     assert parts(cfg, "new")[0]["custom"] == 0.25
@@ -252,8 +248,7 @@ def test_a_child_of_a_function_does_not_answer_for_it(tmp_path):
     path = file_of(tmp_path, "import os, time\ndef reward(text):\n    if os.fork() == 0:\n        return -1\n"
                              "    os.wait()\n    return len(text) / 10")
     texts = ["a" * n for n in range(1, 9)]
-    values = [p["custom"] for p in parts(own(path, custom_workers=1), *texts)]
-    assert values == [n / 10 for n in range(1, 9)]
+    assert [p["custom"] for p in parts(own(path, custom_workers=1), *texts)] == [n / 10 for n in range(1, 9)]
 
 
 END = "def reward(text, gold, tokens, row):\n    "

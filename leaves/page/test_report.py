@@ -127,8 +127,7 @@ class Drawn:
 
 
 def number(label: str) -> float:
-    unit = {"k": 1e3, "M": 1e6}.get(label[-1], 1)
-    return unit * float(label.rstrip("kM"))
+    return {"k": 1e3, "M": 1e6}.get(label[-1], 1) * float(label.rstrip("kM"))
 
 
 def near(points) -> list:
@@ -202,8 +201,7 @@ def test_a_page_of_a_long_run_has_every_kth_step_and_says_so(tmp_path):
     folder = write_run(tmp_path / "run", [0.2] * 31)
     line = {"id": "x", "prompt": "some words " * 20, "gold": "1", "completions": [{"text": "a", "reward": 1.0}]}
     rewrite_log(folder / "samples.jsonl", [{"step": step} | line for step in range(1, 31)])
-    run = read_run(folder)
-    samples = choose_completions(run, 2000)
+    samples = choose_completions(read_run(folder), 2000)
     assert samples["every"] > 1
     assert [step["step"] for step in samples["steps"]] == [*range(30, 0, -samples["every"])][::-1]
 

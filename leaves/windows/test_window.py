@@ -61,8 +61,7 @@ def test_every_token_is_trained_once_by_the_policy_and_by_the_critic_when_the_co
         ends = [end for _, end, _ in parts]
         assert [start for start, _, _ in parts] == [0, *ends[:-1]]
         assert all(pending for _, _, pending in parts[:-1])
-        done = [(0, ends[-1], False)] if not parts[-1][2] else []
-        assert learnt.get(name, []) == done
+        assert learnt.get(name, []) == ([(0, ends[-1], False)] if not parts[-1][2] else [])
     assert learnt.keys() < trained.keys()
 
 
@@ -149,8 +148,7 @@ def test_a_completion_that_reaches_its_limit_is_done_and_scored(tmp_path):
     assert rounds[2][0] == [(17, 4), (9, 8)] * 3
     assert sorted(rolled.rewards.components["overlong"].flatten().tolist()) == [-1.0] * 3 + [0.0] * 3
     assert len(set(seeds)) == len(seeds)
-    batch = choose(rolled, Selection.of(cfg), 0)
-    measured = rollout_metrics(rolled, batch)
+    measured = rollout_metrics(rolled, choose(rolled, Selection.of(cfg), 0))
     assert (measured["rollout/pending"], measured["rollout/length"], measured["rollout/truncated"]) == (3, 20, 1)
     assert measured["reward/overlong"] == -1 and measured["rollout/tokens"] == 3 * 4 + 3 * 8
     assert measured["rollout/entropy"] == 0.5
@@ -160,8 +158,7 @@ def test_truncated_completions_can_be_dropped_and_those_that_go_on_are_not(tmp_p
     cfg = windowed(tmp_path / "run", "prune.truncated=true", "loss.denominator=kept")
     samples = [Sample((1,), (-1.0,), True), Sample((1,), (-1.0,), False), Piece(Sample((1,), (-1.0,), False), pending=True)]
     groups = [Group(Prompt(str(n), (1,), ""), (s,)) for n, s in enumerate(samples)]
-    rolled = as_rolled(groups, torch.zeros(3, 1, dtype=torch.float64))
-    pruned = choose(rolled, Selection.of(cfg), 0).pruned
+    pruned = choose(as_rolled(groups, torch.zeros(3, 1, dtype=torch.float64)), Selection.of(cfg), 0).pruned
     assert pruned.keep_NG.tolist() == [[True], [False], [True]]
     assert pruned.weight_NG.tolist() == [[1], [0], [1]]
 
@@ -183,6 +180,5 @@ def test_prefill_in_runs_is_prefill_at_once(monkeypatch):
     whole = answers()
     monkeypatch.setattr(rollout, "PREFILL_TOKENS", 18)
     assert rollout.group_by_size(sizes) == [[3, 0], [1], [2]]
-    parts = answers()
-    assert [s.ids for s in whole] == [s.ids for s in parts]
+    assert [s.ids for s in whole] == [s.ids for s in answers()]
     assert all(s.length == limit or s.finished for s, limit in zip(whole, [4, 9, 1, 12, 6], strict=True))

@@ -79,8 +79,7 @@ def masks(prob_NG: Tensor) -> Iterator[tuple[float, Tensor]]:
 
 def combs(prob_K: Tensor, order_K: Tensor) -> Iterator[tuple[float, Tensor]]:
     """Every outcome of systematic sampling: between the starts at which it changes."""
-    ends = prob_K[order_K][prob_K[order_K] < 1].cumsum(0)
-    draws = sorted({0.0, 1.0, *(ends % 1).tolist()})
+    draws = sorted({0.0, 1.0, *(prob_K[order_K][prob_K[order_K] < 1].cumsum(0) % 1).tolist()})
     for a, b in itertools.pairwise(draws):
         yield b - a, prune.systematic(prob_K, order_K, (a + b) / 2)
 

@@ -30,8 +30,7 @@ def test_equal_rewards_give_exactly_zero(value):
 
 
 def test_groups_do_not_mix_and_scale_does_not_matter():
-    generator = torch.Generator().manual_seed(0)
-    reward_NG = torch.randn(3, 8, dtype=torch.float64, generator=generator)
+    reward_NG = torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     adv_NG = group_norm(reward_NG, 1, 0.0)
     scaled_NG = reward_NG * torch.tensor([[1.0], [5.0], [0.1]]) + torch.tensor([[0.0], [-3.0], [9.0]])
     torch.testing.assert_close(group_norm(scaled_NG, 1, 0.0), adv_NG)

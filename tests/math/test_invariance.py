@@ -57,8 +57,7 @@ def change(cfg: config.Config, *overrides: str) -> config.Config:
 
 def roll_out(cfg: config.Config) -> tuple[list, torch.Tensor]:
     """Real groups of the toy model and their advantages. Some rewards are equal, the lengths are not."""
-    prompts = data.to_prompts(data.load_problems(cfg.data.train), data.Tokenizer(TOY), None, 128)
-    parts = parts_of(cfg, prompts=prompts)
+    parts = parts_of(cfg, prompts=data.to_prompts(data.load_problems(cfg.data.train), data.Tokenizer(TOY), None, 128))
     parts.engine.sync(parts.learner.policy)
     groups = parts.sampler.rollout(parts.history.draw(cfg.rollout.prompts_per_step))
     adv_NG = group_norm(parts.sampler.score(groups).components["accuracy"], 1, 1e-4)

@@ -60,8 +60,7 @@ def test_clip_has_the_gradient_of_the_textbook_surrogate(low, high, dual):
 
 def test_k3_is_an_unbiased_estimate_of_the_kl_and_never_negative():
     """Sum over all tokens of p * k3 = KL(p, q), exactly."""
-    generator = torch.Generator().manual_seed(0)
-    logp, logq = torch.randn(2, 50, dtype=torch.float64, generator=generator).log_softmax(-1)
+    logp, logq = torch.randn(2, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     torch.testing.assert_close((logp.exp() * k3(logp, logq)).sum(), (logp.exp() * (logp - logq)).sum())
     assert (k3(logp, logq) >= 0).all() and (k3(logp, logp) == 0).all()
 
@@ -141,8 +140,7 @@ def test_binary_kl_by_hand():
 
 def test_binary_kl_stops_no_token_for_its_rounding():
     """The same logits as an engine and a trainer round them in float32: p is 1 by one of them and not by the other."""
-    generator = torch.Generator().manual_seed(0)
-    logits_CV = 6 * torch.randn(4000, 50, generator=generator)
+    logits_CV = 6 * torch.randn(4000, 50, generator=torch.Generator().manual_seed(0))
     top_C1 = logits_CV.argmax(dim=1, keepdim=True)
     old_C = logits_CV.log_softmax(dim=1).gather(1, top_C1)[:, 0]
     logp_C = logits_CV.gather(1, top_C1)[:, 0] - logits_CV.logsumexp(dim=1)

@@ -304,8 +304,7 @@ def critic_of(learner: Learner):
 
 def gradient_of(learner: Learner, batch: Batch, moved: float) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Gradient and metrics of a pass by the training step, behind a nudge of the policy; by 0, one pass does both."""
-    places = list(range(batch.offered))
-    weighed = update.make_minibatch(learner, batch, places)
+    weighed = update.make_minibatch(learner, batch, list(range(batch.offered)))
     scored = update.prepare_rows(learner, weighed, learner.rows(weighed), extra_pass=moved > 0)
     nudge(learner.policy, moved)
     sums = PassSums(learner.pack, learner.policy.quadratic)
