@@ -107,8 +107,9 @@ def test_an_export_with_adapters_in_it_is_read_by_transformers(name, folders, tm
     """It is rounded to float32 once. Memory is counted for as many weights, norms and biases apart, and adapters."""
     from leaves.lora import join as lora
     from leaves.lora.settings import Lora
+    shape = read_shape(folders(name))
     with torch.device("meta"):
-        ours = Decoder(read_shape(folders(name)))
+        ours = Decoder(shape)
     assert parameters(ours.shape) == sum(p.numel() for p in ours.parameters() if p.dim() > 1)
     settings = Lora(rank=2)
     lora.adapt(ours, settings, torch.float64)
@@ -120,7 +121,8 @@ def test_an_export_with_adapters_in_it_is_read_by_transformers(name, folders, tm
     export(ours, folders(name), tmp_path / "out")
     logits, gradients, _ = compare(tmp_path / "out")
     assert logits < 1e-8 and gradients < 1e-8
-    base, merged, adapted = (model.hidden(torch.arange(3, 40), torch.arange(37), attend_alone) for model in (
+    ids_T = torch.arange(3, 40)
+    base, merged, adapted = (model.hidden(ids_T, torch.arange(37), attend_alone) for model in (
         load(folders(name), torch.float64), load(tmp_path / "out", torch.float64), ours))
     torch.testing.assert_close(adapted, merged, rtol=0, atol=1e-4)
     assert (merged - base).abs().max() > 0.1
@@ -139,7 +141,8 @@ def test_two_ranks_have_the_gradient_of_one_and_so_have_recomputed_blocks(name, 
     for other in on_ranks(2, tmp_path, gradient, cfg, groups, adv_NG):
         assert_same(alone, other, rtol=1e-10)
     for how in ("selective", "all"):
-        assert_same(alone, gradient(change(cfg, f"model.checkpoint_blocks={how}"), groups, adv_NG), rtol=1e-10)
+        again = gradient(change(cfg, f"model.checkpoint_blocks={how}"), groups, adv_NG)
+        assert_same(alone, again, rtol=1e-10)
 
 
 @pytest.mark.parametrize(("model_type", "change", "message"), [
