@@ -39,7 +39,7 @@ for name in ("grpo", "cppo", "dppo"):
 def copy_without(gone: list[str], folder: Path) -> None:
     """Copy the files that git tracks, without some leaves."""
     copy_repository(folder)
-    for path in configs_of(gone) | ({ROOT / "report.py"} if "page" in gone else set()):  # a program of that leaf
+    for path in files_of(gone):
         (folder / path.relative_to(ROOT)).unlink(missing_ok=True)
     table = folder / "settings" / "leaves.py"
     text = table.read_text()
@@ -50,11 +50,12 @@ def copy_without(gone: list[str], folder: Path) -> None:
     table.write_text(text)
 
 
-def configs_of(gone: list[str]) -> set[Path]:
-    """List the configs, of other leaves too, that choose one of these."""
+def files_of(gone: list[str]) -> set[Path]:
+    """List the configs, of other leaves too, that choose one of these, and the program of the page's leaf."""
     paths = {path for folder in config.CONFIGS for path in folder.glob("*.yaml") if path.stem != "toy"}
     return {path for path in paths
-            if any(leaves.LEAVES[leaf] and leaf in gone for leaf in leaves.chosen(config.load(path)))}
+            if any(leaves.LEAVES[leaf] and leaf in gone for leaf in leaves.chosen(config.load(path)))} | (
+                {ROOT / "report.py"} if "page" in gone else set())
 
 
 def run(folder: Path, *command: str, **environment: str) -> None:
@@ -101,9 +102,9 @@ def main() -> None:
             if gone and args.tests:
                 # What errors name: settings and kinds of these leaves; their configs and files.
                 names = {re.split("[=.]", choice)[-1] for leaf in gone for choice in leaves.LEAVES[leaf]}
-                files = {name for path in configs_of(gone) for name in (path.stem, re.sub("_.*", "_*", path.stem))}
+                files = {name for path in files_of(gone)
+                         for name in (path.name, path.stem, re.sub("_.*", "_*", path.stem))}
                 files |= {path.name for leaf in gone for path in (ROOT / "leaves" / leaf).glob("*.py")}
-                files |= {"report.py"} if "page" in gone else set()
                 given = json.dumps({"leaves": gone, "names": sorted(names), "files": sorted(files)})
                 run(folder, sys.executable, "-m", "pytest", "-n", "2", "-p", "fallen", *args.tests, GONE=given,
                     PYTHONPATH="tests")
